@@ -1,0 +1,8 @@
+"""Gradient accumulation for JAX and Optax."""
+
+from optax_accum._state import AccumulateState as AccumulateState
+from optax_accum._transform import accumulate as accumulate
+from optax_accum._transform import apply_gradients as apply_gradients
+from optax_accum._transform import flush as flush
+from optax_accum._transform import has_updated as has_updated
+from optax_accum._transform import mark_last as mark_last

@@ -1,0 +1,313 @@
+"""The window: open, add, close. The only place where values combine.
+
+    window = open_window(params)
+    for i in range(k):
+        window = add(window, judge(grads[i], weights[i]), grads[i], values[i])
+    gradient, value = close(window)
+
+Sums are kept, never a running mean, so a window may be closed after any number of micro-steps.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _checks
+from optax_accum._rounding import round_to
+
+
+class Window(NamedTuple):
+    """A weighted sum of micro-gradients, open for more.
+
+    With kept == 0 the sums of gradients are left over from the window before: the first
+    micro-gradient overwrites them, which costs nothing, where zeroing would cost a pass.
+    """
+
+    grad_sum: optax.Updates  # the parameters' tree; dtype from window_dtype
+    weight_sum: jax.Array  # shape=(), dtype=jnp.float32
+    value_sum: jax.Array  # shape=(), dtype=jnp.float32
+    value_weight: jax.Array  # shape=(), dtype=jnp.float32: weight of those that gave a value
+    kept: jax.Array  # shape=(), dtype=jnp.int32: micro-steps in the sums
+
+
+class Contribution(NamedTuple):
+    """How one micro-gradient enters a window. A plain bool is known before compilation."""
+
+    scale: jax.Array | None  # factor of its gradient and value; None is 1
+    weight: jax.Array  # what it adds to weight_sum; NaN where it was not a weight
+    keep: bool | jax.Array  # False: neither it nor its weight is looked at
+    dropped: bool | jax.Array  # True: kept out because it was not finite
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def promoted(*dtypes: Any) -> Any:
+    """Their common dtype, whatever promotion mode the user has set."""
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            return jnp.promote_types(*dtypes)
+        except ValueError:  # an 8-bit float promotes with nothing but itself
+            return jnp.dtype(jnp.float32)
+
+
+def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
+    """The dtype in which gradients of `dtype` are summed."""
+    if accumulator_dtype is None:
+        return promoted(dtype, jnp.float32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return accumulator_dtype
+    return _real(accumulator_dtype)
+
+
+def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
+    """An empty window: zeros of the parameters' shapes and shardings."""
+
+    def zeros(path: Any, param: Any) -> jax.Array | None:
+        if not _checks.is_array(param):
+            return None
+        dtype = jnp.result_type(param)
+        wide = window_dtype(dtype, accumulator_dtype)
+        _check_kept(path, "parameter", dtype, wide, accumulator_dtype)
+        return jnp.zeros_like(param, dtype=wide)
+
+    return empty(jax.tree_util.tree_map_with_path(zeros, params))
+
+
+def empty(grad_sum: optax.Updates) -> Window:
+    """A window around sums that are zero already. Each scalar is a buffer of its own."""
+    zero = lambda: jnp.zeros([], jnp.float32)  # noqa: E731 (four words, four buffers)
+    return Window(grad_sum, zero(), zero(), zero(), jnp.zeros([], jnp.int32))
+
+
+def check_gradients(window: Window, grads: optax.Updates, accumulator_dtype: Any) -> None:
+    """Raise unless `grads` have the window's structure and shapes, and dtypes it can hold."""
+    sums = aligned(grads, window.grad_sum)
+    paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
+    for (path, grad), total in zip(paths, sums, strict=True):
+        if grad is None or not _checks.is_array(grad):
+            continue
+        if not _checks.is_array(total):
+            raise ValueError(
+                f"a gradient{at(path)} meets no sum in the window: its parameter was None or no "
+                "array; call tx.init with the tree that is differentiated."
+            )
+        if jnp.shape(grad) != total.shape:
+            raise ValueError(_shape_message(path, jnp.shape(grad), total.shape))
+        _check_kept(path, "gradient", jnp.result_type(grad), total.dtype, accumulator_dtype)
+
+
+def aligned(grads: optax.Updates, other: Any) -> list[Any]:
+    """What `other` holds at each gradient, None ones included."""
+    treedef = jax.tree.structure(grads, is_leaf=is_none)
+    try:
+        return treedef.flatten_up_to(other)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"the gradients' structure is {jax.tree.structure(grads)}, expected that of the "
+            f"parameters, {jax.tree.structure(other)}; differentiate the same tree that tx.init "
+            "and tx.update get, or call tx.init again."
+        ) from error
+
+
+def reset(window: Window, full: Any) -> Window:
+    """The window, opened anew where it was full."""
+    pairs = zip(empty(None)[1:], window[1:], strict=True)
+    return Window(window.grad_sum, *(jnp.where(full, new, old) for new, old in pairs))
+
+
+def judge(
+    grads: optax.Updates,
+    weight: Any,
+    known: float | None,
+    loss_reduction: str,
+    nonfinite: str,
+) -> Contribution:
+    """Decide how one micro-gradient enters the window, from its weight and its finiteness.
+
+    `known` is the weight's value where it is known before compilation (1 where no weight was
+    given). A traced weight below zero or not finite counts as a micro-gradient that is not.
+    """
+    if known == 0:
+        return Contribution(None, jnp.zeros([], jnp.float32), False, False)
+    scaled = weight is not None and loss_reduction == "mean"
+    if weight is None:
+        weight = jnp.ones([], jnp.float32)
+    present = True if known is not None else weight != 0
+    if nonfinite == "skip_micro_step":
+        finite = all_finite(grads) & (weight > 0) & (weight < jnp.inf)
+        keep, dropped = finite, present & ~finite
+    else:
+        keep, dropped = present, False
+        weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+    return Contribution(weight if scaled else None, weight, keep, dropped)
+
+
+def add(
+    window: Window,
+    part: Contribution,
+    grads: optax.Updates,
+    value: Any,
+    seed: jax.Array,
+) -> Window:
+    """The window with one micro-gradient more."""
+    if part.keep is False:
+        return window
+    first = window.kept == 0
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
+    sums = treedef.flatten_up_to(window.grad_sum)
+    grad_sum = treedef.unflatten(
+        total
+        if grad is None or not _checks.is_array(grad)
+        else _add_leaf(total, grad, part, first, (*clocks, i))
+        for i, (total, grad) in enumerate(zip(sums, leaves, strict=True))
+    )
+    value_sum, value_weight = window.value_sum, window.value_weight
+    if value is not None:
+        scaled = value if part.scale is None else value * part.scale
+        value_sum = _where(part.keep, value_sum + scaled, value_sum)
+        value_weight = _where(part.keep, value_weight + part.weight, value_weight)
+    return Window(
+        grad_sum,
+        _where(part.keep, window.weight_sum + part.weight, window.weight_sum),
+        value_sum,
+        value_weight,
+        _where(part.keep, window.kept + 1, window.kept),
+    )
+
+
+def close(
+    window: Window, grads: optax.Updates, params: Any, loss_reduction: str
+) -> tuple[optax.Updates, jax.Array]:
+    """The window's gradient, in the dtypes that plain inner would have got, and its value.
+
+    A product with the reciprocal, since XLA materialises a quotient by a traced scalar.
+    """
+
+    def mean(total: Any, grad: Any, param: Any) -> Any:
+        if grad is None or not _checks.is_array(grad):
+            return grad
+        wide = promoted(total.dtype, jnp.float32)
+        total = total.astype(wide)
+        if loss_reduction != "sum":
+            total = total * _reciprocal(window.weight_sum, wide)
+        return total.astype(promoted(jnp.result_type(grad), jnp.result_type(param)))
+
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
+    sums = treedef.flatten_up_to(window.grad_sum)
+    like = leaves if params is None else aligned(grads, params)
+    gradient = treedef.unflatten(map(mean, sums, leaves, like))
+    if loss_reduction == "sum":
+        return gradient, window.value_sum
+    weight = window.value_weight if loss_reduction == "mean" else window.weight_sum
+    return gradient, window.value_sum * _reciprocal(weight, jnp.float32)
+
+
+def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
+    """May a full window close with an update, and how many micro-steps are thrown away if not?"""
+    if nonfinite == "propagate" and known:
+        return True, 0
+    present = window.weight_sum != 0
+    if nonfinite != "skip_window":
+        return present, 0
+    finite = all_finite((window.grad_sum, window.weight_sum))
+    return present & finite, jnp.where(finite, 0, window.kept)
+
+
+def healthy_alone(part: Contribution, grads: optax.Updates, nonfinite: str) -> tuple[Any, Any]:
+    """`healthy` of a window of this one micro-step."""
+    if nonfinite != "skip_window" or part.keep is False:
+        return part.keep, 0
+    finite = all_finite((grads, part.weight))
+    return part.keep & finite, jnp.where(part.keep & ~finite, 1, 0)
+
+
+def pass_through(
+    part: Contribution, grads: optax.Updates, value: Any, loss_reduction: str
+) -> tuple[optax.Updates, Any]:
+    """What `close` gives for a window of this one micro-step, without a buffer."""
+
+    def one(grad: Any) -> Any:
+        if grad is None or not _checks.is_array(grad):
+            return grad
+        grad = jnp.asarray(grad)
+        if loss_reduction == "sum_over_weight":
+            wide = promoted(grad.dtype, jnp.float32)
+            return (grad.astype(wide) * _reciprocal(part.weight, wide)).astype(grad.dtype)
+        if part.scale is None:
+            return grad
+        return jnp.where(jnp.isnan(part.weight), jnp.full_like(grad, jnp.nan), grad)
+
+    if value is not None and loss_reduction == "sum_over_weight":
+        value = value * _reciprocal(part.weight, jnp.float32)
+    return jax.tree.map(one, grads, is_leaf=is_none), value
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every number of a tree is finite.
+
+    x - x is 0 where x is finite and NaN elsewhere, and XLA fuses it into the sum; isfinite, then
+    all, makes a buffer of flags on CPU, and the maximum loses NaN there.
+    """
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _checks.is_array(leaf)]
+    flags = [jnp.sum(x - x) == 0 for x in arrays if x.size and jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack(flags).all() if flags else jnp.ones([], bool)
+
+
+def _add_leaf(
+    total: jax.Array, grad: Any, part: Contribution, first: jax.Array, clocks: Any
+) -> jax.Array:
+    wide = promoted(total.dtype, jnp.float32)
+    term = jnp.asarray(grad).astype(wide)
+    if part.scale is not None:
+        term = term * part.scale.astype(wide)
+    new = jnp.where(first, term, total.astype(wide) + term)
+    return _where(part.keep, round_to(new, total.dtype, clocks), total)
+
+
+def _where(keep: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return new if keep is True else jnp.where(keep, new, old)
+
+
+def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
+    weight = weight.astype(_real(dtype))
+    return jnp.where(weight == 0, 0, 1 / weight).astype(dtype)
+
+
+def _real(dtype: Any) -> Any:
+    return jnp.finfo(dtype).dtype
+
+
+def _check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype: Any) -> None:
+    """Raise where a sum of dtype `total` would lose what `dtype` holds, unasked."""
+    complex_lost = jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
+        total, jnp.complexfloating
+    )
+    digits_lost = accumulator_dtype is None and (
+        jnp.finfo(promoted(dtype, jnp.float32)).bits > jnp.finfo(total).bits
+    )
+    if complex_lost or digits_lost:
+        name = promoted(dtype, total).name
+        raise TypeError(
+            f"a {what}{at(path)} is {jnp.dtype(dtype).name}, which a {jnp.dtype(total).name} "
+            f"window cannot hold; type accumulator_dtype=jnp.{name}, or cast it to the "
+            "parameter's dtype."
+        )
+
+
+def _shape_message(path: Any, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    message = f"a gradient{at(path)} has shape {got}, expected its parameter's, {expected}; "
+    if got[1:] == expected and got:
+        return message + (
+            "these look like per-example gradients: aggregate them first, "
+            "optax.chain(optax.contrib.differentially_private_aggregate(...), "
+            "accumulate(inner, k))."
+        )
+    return message + "differentiate the same tree that tx.init got, or call tx.init again."
+
+
+def at(path: Any) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""

@@ -1,0 +1,139 @@
+"""Validators that several rooms share. Every message says: got, expected, what to type."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LOSS_REDUCTIONS = ("mean", "sum", "sum_over_weight")
+NONFINITE_POLICIES = ("propagate", "skip_micro_step", "skip_window")
+_INT32_MAX = 2**31 - 1
+
+
+def is_traced(x: Any) -> bool:
+    """Whether the value of `x` is unknown while the program is being built."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf can hold a gradient: no function, string, key or float0."""
+    if isinstance(x, (bool, int, float, complex)):
+        return True
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or dtype == jax.dtypes.float0:
+        return False
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def choice(name: str, got: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(got, str) or got not in allowed:
+        listed = ", ".join(f"{name}={option!r}" for option in allowed)
+        raise ValueError(f"{name} is {got!r}; expected one of: {listed}.")
+
+
+def integer_k(k: Any) -> int:
+    """A Python integer from a static k of 1 or more."""
+    if is_traced(k):
+        raise TypeError(
+            "k is a traced value, expected a Python integer or a schedule; "
+            "for a k known only at run time pass a schedule, k=lambda update_step: value, "
+            "and under optax.inject_hyperparams list it in static_args=('k',)."
+        )
+    is_bool = isinstance(k, (bool, np.bool_)) or getattr(k, "dtype", None) == np.bool_
+    try:
+        number = None if is_bool else operator.index(k)
+    except TypeError:
+        number = None
+    if number is None or not 1 <= number <= _INT32_MAX:
+        raise ValueError(
+            f"k is {k!r} ({type(k).__name__}), expected an integer from 1 to {_INT32_MAX} or a "
+            "schedule update_step -> int; for eight micro-steps a window type k=8."
+        )
+    return number
+
+
+def scheduled_k(schedule: Callable[[Any], Any], update_step: jax.Array) -> jax.Array:
+    """What the schedule says for this update, as int32; below 1 counts as 1."""
+    k = schedule(update_step)
+    dtype, shape = jnp.result_type(k), jnp.shape(k)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+        raise TypeError(
+            f"the schedule of k returned {dtype}{list(shape)}, expected an integer scalar; "
+            "round it yourself: k=lambda update_step: jnp.int32(your_schedule(update_step))."
+        )
+    return jnp.maximum(jnp.asarray(k).astype(jnp.int32), 1)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """None, or a dtype that a window may have."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.inexact):
+        raise TypeError(
+            f"accumulator_dtype is {dtype!r}, expected a floating or complex dtype; "
+            "type accumulator_dtype=jnp.float32, jnp.bfloat16, or None for the default."
+        )
+    if jnp.finfo(found).maxexp < jnp.finfo(jnp.bfloat16).maxexp:
+        raise TypeError(
+            f"accumulator_dtype is {found.name}, whose sums overflow past "
+            f"{float(jnp.finfo(found).max):g}; type accumulator_dtype=jnp.bfloat16 (the range of "
+            "float32, rounded stochastically) or None for the default."
+        )
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise TypeError(
+            f"accumulator_dtype is {found.name}, which jax narrows to "
+            f"{jax.dtypes.canonicalize_dtype(found).name} here; type "
+            'jax.config.update("jax_enable_x64", True) first.'
+        )
+    return found
+
+
+def real_scalar(name: str, number: Any) -> jax.Array:
+    """A real scalar, as float32."""
+    try:
+        dtype, shape = jnp.result_type(number), jnp.shape(number)
+        real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    except TypeError:
+        dtype, shape, real = type(number).__name__, (), False
+    if shape != () or not real:
+        raise TypeError(
+            f"{name} is {dtype}{list(shape)}, expected one real number for the whole micro-batch; "
+            f"for one number an example type {name}={name}.sum() or {name}.mean()."
+        )
+    return jnp.asarray(number).astype(jnp.float32)
+
+
+def known_weight(weight: Any) -> float | None:
+    """The value of a valid weight, or None while it is traced."""
+    if is_traced(weight):
+        return None
+    value = float(weight)
+    if not 0 <= value < float("inf"):
+        raise ValueError(
+            f"weight is {value!r}, expected a finite number of 0 or more; to leave a micro-batch "
+            "out type weight=0."
+        )
+    return value
+
+
+def scalar_flag(name: str, flag: Any) -> Any:
+    """A bool, static or traced."""
+    if isinstance(flag, (bool, np.bool_)):
+        return bool(flag)
+    try:
+        dtype, shape = jnp.result_type(flag), jnp.shape(flag)
+    except TypeError:
+        dtype, shape = type(flag).__name__, ()
+    if dtype != np.bool_ or shape != ():
+        raise TypeError(
+            f"{name} is {dtype}{list(shape)}, expected a bool scalar; type {name}=True, or "
+            f"{name}=jnp.asarray(flag, bool) for a traced one."
+        )
+    return flag

@@ -1,0 +1,272 @@
+"""One call of the time driver: a micro-gradient goes in, and the full window runs inner."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _accumulator as acc
+from optax_accum import _checks
+from optax_accum._cond import cond, result_shapes
+from optax_accum._state import AccumulateState, like, outermost, own_buffers, trained
+
+
+class Emit(NamedTuple):
+    """What a call gives back: updates, or new parameters."""
+
+    updated: Callable[[optax.Updates, Any], Any]  # (updates, params) -> result
+    idle: Callable[[Callable[[], Any], Any, Any], Any]  # (make updates, params, sums) -> result
+
+
+def _zero_updates(make: Callable[[], Any], params: Any, grad_sum: Any) -> optax.Updates:
+    """Zeros of the shapes and dtypes that inner returns, sharded like the window."""
+    del params
+    shapes = result_shapes(make)
+    like = shapes if jax.tree.structure(shapes) != jax.tree.structure(grad_sum) else grad_sum
+
+    def zeros(shape: Any, like: Any) -> Any:
+        if not isinstance(shape, jax.ShapeDtypeStruct):
+            return shape
+        return jnp.zeros_like(like if like.shape == shape.shape else shape, dtype=shape.dtype)
+
+    return jax.tree.map(zeros, shapes, like)
+
+
+def _applied(updates: optax.Updates, params: optax.Params) -> optax.Params:
+    """`optax.apply_updates`, leaving alone what has no update."""
+
+    def new(update: Any, param: Any) -> Any:
+        if update is None or not _checks.is_array(update):
+            return param
+        return optax.apply_updates(param, update)
+
+    return jax.tree.map(new, updates, params, is_leaf=acc.is_none)
+
+
+UPDATES = Emit(updated=lambda updates, params: updates, idle=_zero_updates)
+PARAMS = Emit(updated=_applied, idle=lambda make, params, sums: params)
+
+
+class Settings(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    k: int | Callable[[Any], Any]
+    loss_reduction: str
+    accumulator_dtype: Any
+    nonfinite: str
+
+    def read_k(self, update_step: jax.Array) -> jax.Array:
+        if callable(self.k):
+            return _checks.scheduled_k(self.k, update_step)
+        return jnp.full([], self.k, jnp.int32)
+
+
+class Call(NamedTuple):
+    grads: optax.Updates
+    params: optax.Params | None
+    weight: jax.Array | None  # shape=(), dtype=jnp.float32
+    known_weight: float | None  # its value, 1 for None, or None while it is traced
+    last: Any
+    value: jax.Array | None  # shape=(), dtype=jnp.float32
+    extra: dict[str, Any]
+
+
+def check_settings(
+    inner: Any, k: Any, loss_reduction: str, accumulator_dtype: Any, nonfinite: str
+) -> Settings:
+    if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
+        raise TypeError(
+            f"inner is an object of class {type(inner).__name__}, expected an "
+            "optax.GradientTransformation; type inner.gradient_transformation()."
+        )
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(
+            f"inner is a {type(inner).__name__}, expected an optax.GradientTransformation; "
+            "type accumulate(optax.adamw(1e-3), k=8)."
+        )
+    _checks.choice("loss_reduction", loss_reduction, _checks.LOSS_REDUCTIONS)
+    _checks.choice("nonfinite", nonfinite, _checks.NONFINITE_POLICIES)
+    return Settings(
+        optax.with_extra_args_support(inner),
+        k if callable(k) else _checks.integer_k(k),
+        loss_reduction,
+        _checks.accumulator_dtype(accumulator_dtype),
+        nonfinite,
+    )
+
+
+def init(settings: Settings, params: optax.Params) -> AccumulateState:
+    window = acc.open_window(trained(params), settings.accumulator_dtype)
+    if settings.k == 1:
+        window = window._replace(grad_sum=None)
+    return AccumulateState(
+        micro_step=jnp.zeros([], jnp.int32),
+        k=settings.read_k(jnp.zeros([], jnp.int32)),
+        update_step=jnp.zeros([], jnp.int32),
+        inner_state=own_buffers(settings.inner.init(params), params),
+        updated=jnp.zeros([], bool),
+        skipped=jnp.zeros([], jnp.int32),
+        **window._asdict(),
+    )
+
+
+def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Call) -> Any:
+    """Add one micro-gradient; where that fills the window, close it and run inner."""
+    part = acc.judge(
+        call.grads,
+        call.weight,
+        call.known_weight,
+        settings.loss_reduction,
+        settings.nonfinite,
+    )
+    if state.grad_sum is None:
+        return _bufferless(settings, emit, state, call, part)
+    k = jnp.where(state.micro_step == 0, settings.read_k(state.update_step), state.k)
+    full = True if call.last is True else (state.micro_step + 1 >= k) | call.last
+    clocks = (state.update_step, state.micro_step)
+    window = acc.add(state.window, part, call.grads, call.value, clocks)
+
+    def close() -> Any:
+        params = trained(call.params)
+        return acc.close(window, call.grads, params, settings.loss_reduction)
+
+    run, idle, empty = _branches(settings, emit, state, call, window, close)
+
+    def boundary() -> Any:
+        ok, lost = acc.healthy(window, call.known_weight, settings.nonfinite)
+        return *cond(ok, run, empty), lost
+
+    def inside() -> Any:
+        return *idle(), 0
+
+    result, inner_state, updated, lost = cond(full, boundary, inside)
+    state = state._replace(
+        micro_step=jnp.where(full, 0, state.micro_step + 1),
+        k=k,
+        inner_state=inner_state,
+        skipped=state.skipped + jnp.asarray(part.dropped, jnp.int32) + lost,
+        **acc.reset(window, full)._asdict(),
+    )
+    return result, _clocks(settings, state, full, updated)
+
+
+def _bufferless(
+    settings: Settings,
+    emit: Emit,
+    state: AccumulateState,
+    call: Call,
+    part: acc.Contribution,
+) -> Any:
+    """A static k=1: every micro-step is a window, and its gradient is the window's."""
+
+    def close() -> Any:
+        return acc.pass_through(part, call.grads, call.value, settings.loss_reduction)
+
+    one = state.window._replace(grad_sum=call.grads, weight_sum=part.weight)
+    run, _, empty = _branches(settings, emit, state, call, one, close)
+    ok, lost = acc.healthy_alone(part, call.grads, settings.nonfinite)
+    result, inner_state, updated = cond(ok, run, empty)
+    state = state._replace(
+        inner_state=inner_state,
+        skipped=state.skipped + jnp.asarray(part.dropped, jnp.int32) + lost,
+    )
+    return result, _clocks(settings, state, True, updated)
+
+
+def _clocks(settings: Settings, state: AccumulateState, full: Any, updated: Any) -> AccumulateState:
+    update_step = jnp.where(updated, optax.safe_increment(state.update_step), state.update_step)
+    return state._replace(
+        update_step=update_step,
+        k=jnp.where(full, settings.read_k(update_step), state.k),
+        updated=jnp.asarray(updated),
+    )
+
+
+def _branches(
+    settings: Settings,
+    emit: Emit,
+    state: AccumulateState,
+    call: Call,
+    window: acc.Window,
+    close: Callable[[], tuple[optax.Updates, Any]],
+) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
+    """What happens to inner: it runs, it rests, or it rests on a window that closed empty.
+
+    Each returns (result, inner_state, updated).
+    """
+    inner, params = settings.inner, call.params
+
+    def update(gradient: optax.Updates, extra: dict[str, Any]) -> tuple[Any, Any]:
+        updates, inner_state = inner.update(gradient, state.inner_state, params, **extra)
+        return emit.updated(updates, params), like(inner_state, state.inner_state)
+
+    def run() -> Any:
+        gradient, value = close()
+        extra = {**call.extra, "last": call.last}
+        if settings.loss_reduction != "sum":
+            extra["weight"] = window.weight_sum
+        if value is not None:
+            extra["value"] = value
+        if "grad" in extra:
+            extra["grad"] = gradient
+        return *update(gradient, extra), True
+
+    shapes = functools.cache(lambda: result_shapes(lambda: run()[0]))
+
+    def idle() -> Any:
+        return emit.idle(shapes, params, window.grad_sum), state.inner_state, False
+
+    def flush_nested() -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, close()[0])
+        result, inner_state = update(zeros, {**call.extra, "weight": 0.0, "last": True})
+        nested = [jnp.asarray(each.updated) for each in outermost(inner_state)]
+        return result, inner_state, jnp.stack(nested).any()
+
+    nested = call.last is not False and outermost(state.inner_state)
+    return run, idle, (lambda: cond(call.last, flush_nested, idle)) if nested else idle
+
+
+def checked_call(
+    settings: Settings,
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params | None,
+    weight: Any = None,
+    last: Any = False,
+    value: Any = None,
+    **extra: Any,
+) -> Call:
+    if not isinstance(state, AccumulateState):
+        raise TypeError(
+            f"state is a {type(state).__name__}, expected the AccumulateState that tx.init(params) "
+            "returned; restore checkpoints into that structure: target=tx.init(params)."
+        )
+    if state.grad_sum is not None:
+        acc.check_gradients(state.window, grads, settings.accumulator_dtype)
+    elif settings.k != 1:
+        raise ValueError(
+            f"the state holds no window, being made by accumulate(inner, k=1), and k is now "
+            f"{settings.k}; type tx.init(params)._replace(inner_state=state.inner_state, "
+            "update_step=state.update_step)."
+        )
+    known = 1.0
+    if weight is not None:
+        checked = _checks.real_scalar("weight", weight)
+        known, weight = _checks.known_weight(weight), checked
+    if settings.loss_reduction == "sum" and known != (1.0 if weight is None else 0):
+        raise ValueError(
+            "weight was given with loss_reduction='sum', whose gradients are summed as they are; "
+            "drop weight=, or type loss_reduction='sum_over_weight' to divide by it. (Nested: an "
+            "outer accumulate passes its window's weight on; give both 'sum', or the inner 'mean'.)"
+        )
+    if settings.loss_reduction == "sum_over_weight" and weight is None:
+        raise ValueError(
+            "weight is missing, expected with loss_reduction='sum_over_weight'; type "
+            "tx.update(grads, state, params, weight=tokens_in_this_micro_batch)."
+        )
+    if value is not None:
+        value = _checks.real_scalar("value", value)
+    last = _checks.scalar_flag("last", last)
+    return Call(grads, params, weight, known, last, value, extra)

@@ -1,0 +1,42 @@
+"""Stochastic rounding from float32 to bfloat16, without a key and without a buffer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def round_to(x: jax.Array, dtype: Any, clocks: tuple[Any, ...]) -> jax.Array:
+    """`x` in `dtype`; a bfloat16 is rounded stochastically.
+
+    Up with the probability that keeps the mean, so that small terms are not lost in large sums:
+    16 random bits are added below the bits that stay, and what is below is cut.
+    """
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (_hash(x.shape, clocks) >> np.uint32(16))
+    rounded = lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+
+
+def _hash(shape: tuple[int, ...], clocks: tuple[Any, ...]) -> jax.Array:
+    """32 random bits an element, from its index and the clocks."""
+    seed = jnp.zeros([], jnp.uint32)
+    for clock in clocks:
+        seed = _mix(seed ^ jnp.asarray(clock).astype(jnp.uint32))
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        index = index * np.uint32(size & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return _mix(index + seed)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A uint32 into another, every bit depending on every bit.
+
+    The constants are those of C. Wellons' search for 32-bit mixers of low bias (public domain).
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))

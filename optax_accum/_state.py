@@ -1,0 +1,97 @@
+"""The time driver's state: what it holds, found in other states, kept fixed, ready to donate."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _accumulator as acc
+from optax_accum import _checks
+from optax_accum._cond import strong
+
+
+class AccumulateState(NamedTuple):
+    """State of :func:`optax_accum.accumulate`: two clocks, the open window, inner's state.
+
+    Shapes, dtypes and shardings never change, and the sums are sums (no running mean), so the
+    state may be saved after any micro-step and resumed with another `k`.
+    """
+
+    micro_step: jax.Array  # shape=(), dtype=jnp.int32: taken in the open window
+    k: jax.Array  # shape=(), dtype=jnp.int32: micro-steps of the open window
+    update_step: jax.Array  # shape=(), dtype=jnp.int32: updates made
+    weight_sum: jax.Array  # shape=(), dtype=jnp.float32: of the kept micro-steps
+    grad_sum: optax.Updates  # like the parameters; None for a static k=1
+    inner_state: optax.OptState
+    updated: jax.Array  # shape=(), dtype=jnp.bool_: did the last call run inner?
+    skipped: jax.Array  # shape=(), dtype=jnp.int32: micro-steps thrown away so far
+    value_sum: jax.Array  # shape=(), dtype=jnp.float32
+    value_weight: jax.Array  # shape=(), dtype=jnp.float32
+    kept: jax.Array  # shape=(), dtype=jnp.int32: micro-steps in the sums
+
+    @property
+    def window(self) -> acc.Window:
+        """The sums of the open window."""
+        return acc.Window(*(getattr(self, name) for name in acc.Window._fields))
+
+
+def outermost(state: Any) -> list[AccumulateState]:
+    """The AccumulateStates of a state that are inside no other."""
+    is_ours = lambda node: isinstance(node, AccumulateState)  # noqa: E731
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(leaf)]
+
+
+def found(state: Any) -> list[AccumulateState]:
+    ours = outermost(state)
+    if not ours:
+        raise ValueError(
+            f"the state is a {type(state).__name__} without an AccumulateState; expected the state "
+            "of accumulate(inner, k), or of a chain that contains it."
+        )
+    return ours
+
+
+def trained(params: Any) -> Any:
+    """The tree that gradients are shaped like."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def own_buffers(inner_state: optax.OptState, params: optax.Params) -> optax.OptState:
+    """Every leaf a strongly typed buffer of its own, so that state and params can be donated."""
+    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if not _checks.is_array(leaf):
+            return leaf
+        fresh = strong(leaf)
+        fresh = jnp.copy(fresh) if id(fresh) in seen else fresh
+        seen.add(id(fresh))
+        return fresh
+
+    return jax.tree.map(own, inner_state)
+
+
+def like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """Inner's new state with the dtypes of its old one."""
+
+    def cast(path: Any, old: Any, new: Any) -> Any:
+        if not _checks.is_array(old):
+            return new
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                f"inner's state{acc.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
+                "in its update; expected a state whose shapes are fixed by init."
+            )
+        return jnp.asarray(new).astype(jnp.result_type(old))
+
+    try:
+        return jax.tree_util.tree_map_with_path(cast, old, new)
+    except (ValueError, TypeError) as error:
+        if jax.tree.structure(new) == jax.tree.structure(old):
+            raise
+        raise ValueError(
+            f"inner's update returned a state of structure {jax.tree.structure(new)}, expected "
+            f"what its init returned, {jax.tree.structure(old)}; initialise the state with the "
+            "tree that is differentiated."
+        ) from error
