@@ -151,7 +151,7 @@ def add(
     part: Contribution,
     grads: optax.Updates,
     value: Any,
-    seed: jax.Array,
+    clocks: tuple[jax.Array, jax.Array],
 ) -> Window:
     """The window with one micro-gradient more."""
     if part.keep is False:
