@@ -1,5 +1,9 @@
-"""Gradient accumulation for JAX and Optax."""
+"""Gradient accumulation for JAX and Optax.
 
+The arithmetic of one big batch, in the memory of one micro-batch.
+"""
+
+from optax_accum import diagnostics as diagnostics
 from optax_accum._state import AccumulateState as AccumulateState
 from optax_accum._transform import accumulate as accumulate
 from optax_accum._transform import apply_gradients as apply_gradients

@@ -246,6 +246,19 @@ def pass_through(
     return jax.tree.map(one, grads, is_leaf=is_none), value
 
 
+def mean_norm(window: Window) -> jax.Array:
+    """Norm of the mean gradient so far, in float32 or wider; 0 for an empty window."""
+    squares = [
+        jnp.sum(jnp.square(jnp.abs(total.astype(promoted(total.dtype, jnp.float32)))))
+        for total in jax.tree.leaves(window.grad_sum)
+    ]
+    if not squares:
+        return jnp.zeros([], jnp.float32)
+    wide = promoted(*(square.dtype for square in squares), jnp.float32)
+    norm = jnp.sqrt(sum(square.astype(wide) for square in squares))
+    return jnp.where(window.kept == 0, 0, norm * _reciprocal(window.weight_sum, wide))
+
+
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number of a tree is finite.
 

@@ -28,6 +28,16 @@ def is_array(x: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def described(x: Any) -> str:
+    """For messages: the dtype and shape of an array, the type of anything else."""
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_array(x) else type(x).__name__
+
+
+def is_scalar(x: Any, kind: Any) -> bool:
+    """Whether `x` is a scalar array or number of a kind of dtype."""
+    return is_array(x) and jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), kind)
+
+
 def choice(name: str, got: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(got, str) or got not in allowed:
         listed = ", ".join(f"{name}={option!r}" for option in allowed)
@@ -58,10 +68,9 @@ def integer_k(k: Any) -> int:
 def scheduled_k(schedule: Callable[[Any], Any], update_step: jax.Array) -> jax.Array:
     """What the schedule says for this update, as int32; below 1 counts as 1."""
     k = schedule(update_step)
-    dtype, shape = jnp.result_type(k), jnp.shape(k)
-    if not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+    if not is_scalar(k, jnp.integer):
         raise TypeError(
-            f"the schedule of k returned {dtype}{list(shape)}, expected an integer scalar; "
+            f"the schedule of k returned {described(k)}, expected an integer scalar; "
             "round it yourself: k=lambda update_step: jnp.int32(your_schedule(update_step))."
         )
     return jnp.maximum(jnp.asarray(k).astype(jnp.int32), 1)
@@ -97,14 +106,9 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 def real_scalar(name: str, number: Any) -> jax.Array:
     """A real scalar, as float32."""
-    try:
-        dtype, shape = jnp.result_type(number), jnp.shape(number)
-        real = not jnp.issubdtype(dtype, jnp.complexfloating)
-    except TypeError:
-        dtype, shape, real = type(number).__name__, (), False
-    if shape != () or not real:
+    if not any(is_scalar(number, kind) for kind in (jnp.integer, jnp.floating, jnp.bool_)):
         raise TypeError(
-            f"{name} is {dtype}{list(shape)}, expected one real number for the whole micro-batch; "
+            f"{name} is {described(number)}, expected one real number for the whole micro-batch; "
             f"for one number an example type {name}={name}.sum() or {name}.mean()."
         )
     return jnp.asarray(number).astype(jnp.float32)
@@ -127,13 +131,9 @@ def scalar_flag(name: str, flag: Any) -> Any:
     """A bool, static or traced."""
     if isinstance(flag, (bool, np.bool_)):
         return bool(flag)
-    try:
-        dtype, shape = jnp.result_type(flag), jnp.shape(flag)
-    except TypeError:
-        dtype, shape = type(flag).__name__, ()
-    if dtype != np.bool_ or shape != ():
+    if not is_scalar(flag, jnp.bool_):
         raise TypeError(
-            f"{name} is {dtype}{list(shape)}, expected a bool scalar; type {name}=True, or "
+            f"{name} is {described(flag)}, expected a bool scalar; type {name}=True, or "
             f"{name}=jnp.asarray(flag, bool) for a traced one."
         )
     return flag

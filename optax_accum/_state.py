@@ -43,6 +43,7 @@ def outermost(state: Any) -> list[AccumulateState]:
 
 
 def found(state: Any) -> list[AccumulateState]:
+    """`outermost`, or an error where there is none."""
     ours = outermost(state)
     if not ours:
         raise ValueError(
@@ -50,6 +51,17 @@ def found(state: Any) -> list[AccumulateState]:
             "of accumulate(inner, k), or of a chain that contains it."
         )
     return ours
+
+
+def only(state: Any) -> AccumulateState:
+    """The one AccumulateState of a state."""
+    ours = found(state)
+    if len(ours) > 1:
+        raise ValueError(
+            f"the state holds {len(ours)} AccumulateStates side by side, expected one; ask each "
+            "by itself: has_updated(state.inner_states['label']) for optax.multi_transform."
+        )
+    return ours[0]
 
 
 def trained(params: Any) -> Any:

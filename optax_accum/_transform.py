@@ -17,7 +17,7 @@ from optax_accum._micro_step import (
     init,
     micro_step,
 )
-from optax_accum._state import AccumulateState, found, trained
+from optax_accum._state import AccumulateState, found, only, trained
 
 Batch = TypeVar("Batch")
 
@@ -30,7 +30,66 @@ def accumulate(
     accumulator_dtype: Any = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """TODO"""
+    """An Optax transformation that runs `inner` once every `k` micro-steps, on their mean gradient.
+
+    Each call adds one micro-gradient to a window held in the state and returns zero updates; the
+    call that fills the window closes it and returns inner's updates::
+
+        for i in range(k):
+            window = add(window, weight[i], grads[i])
+        gradient = sum(weight * grads) / sum(weight)
+        updates, inner_state = inner.update(gradient, inner_state, params)
+
+    Put everything that should count updates (schedules, weight decay, clipping, EMA, noise) into
+    `inner`, as an `optax.chain`. What stands before `accumulate` in a chain sees every
+    micro-gradient; what stands after it sees the zeros.
+
+    The returned `update` takes, besides what inner takes:
+
+    * `weight`: a real scalar, how much this micro-batch counts (its tokens, say); None is 1. At 0
+      the micro-batch is left out before anything looks at its gradients. A traced weight below 0
+      or not finite makes the micro-gradient count as not finite.
+    * `last`: a bool; True closes the window with this micro-batch, full or not.
+    * `value`: the micro-batch's loss; inner gets the window's, combined like the gradients.
+
+    Under `jax.vmap` over states the branch becomes a select: the values are right, and inner's
+    cost is paid at every micro-step.
+
+    Args:
+      inner: the optimizer, any `optax.GradientTransformation`.
+      k: micro-steps in a window: an integer of 1 or more, or a schedule `update_step -> int`, read
+        when a window opens, so that k never changes inside one (a value below 1 counts as 1). An
+        integer 1 holds no buffer.
+      loss_reduction: how the loss of a micro-batch was reduced. `"mean"`: the window's gradient is
+        `sum(w g) / sum(w)`. `"sum"`: it is `sum(g)`, and no weight is taken.
+        `"sum_over_weight"`: it is `sum(g) / sum(w)`, and a weight is required.
+      accumulator_dtype: dtype of the sums. None: `promote_types(parameter, float32)`. bfloat16
+        halves the window and is rounded stochastically, so small terms are not lost.
+      nonfinite: what a NaN or an infinity does. `"propagate"`: it reaches inner, once.
+        `"skip_micro_step"`: that micro-gradient is dropped with its weight. `"skip_window"`: the
+        whole window is dropped when it closes. Dropped micro-steps still count toward k, so windows
+        stay aligned with the data.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is an :class:`AccumulateState`.
+
+    Raises:
+      ValueError, TypeError: for a k, a name or a dtype that cannot be meant; and from `update` for
+        weights, gradients and states that do not fit. The message says what to type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_accum as oa
+      >>> tx = oa.accumulate(optax.sgd(1.0), k=2)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([1.0, 0.0]), state, params, weight=1)
+      >>> updates.tolist(), bool(oa.has_updated(state))
+      ([0.0, 0.0], False)
+      >>> updates, state = tx.update(jnp.array([0.0, 1.0]), state, params, weight=3)
+      >>> updates.tolist(), bool(oa.has_updated(state))
+      ([-0.25, -0.75], True)
+    """
     settings = check_settings(inner, k, loss_reduction, accumulator_dtype, nonfinite)
 
     def init_fn(params: optax.Params) -> AccumulateState:
@@ -58,7 +117,37 @@ def apply_gradients(
     last: Any = False,
     **extra: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """TODO"""
+    """`update` and `optax.apply_updates` in one, without making the zero updates.
+
+    The same arithmetic, but between updates the parameters are not touched at all, and at an
+    update they are written in place when `params` and `state` are donated: no parameter-sized
+    temporary, where `update` needs one.
+
+    Args:
+      tx: what :func:`accumulate` returned. Any other transformation, a chain around `accumulate`
+        included, is run as those two calls; to gain from this function put the chain inside.
+      grads: the micro-gradient, a tree like the parameters.
+      state: from `tx.init(params)` or the last call.
+      params: the parameters.
+      weight: how much this micro-batch counts, as in :func:`accumulate`.
+      last: True closes the window with this micro-batch.
+      **extra: what inner's update takes.
+
+    Returns:
+      `(params, state)`.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax
+      >>> import optax_accum as oa
+      >>> tx = oa.accumulate(optax.sgd(1.0), k=2)
+      >>> apply = jax.jit(functools.partial(oa.apply_gradients, tx), donate_argnums=(1, 2))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> params, state = apply(jnp.array([1.0, 0.0]), state, params)
+      >>> params, state = apply(jnp.array([0.0, 1.0]), state, params)
+      >>> params.tolist()
+      [0.5, 1.5]
+    """
     if isinstance(tx, _Accumulate):
         return tx.run(PARAMS, grads, state, params, weight=weight, last=last, **extra)
     if weight is not None:
@@ -76,7 +165,38 @@ def flush(
     params: optax.Params,
     **extra: Any,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """TODO"""
+    """Close a partial window when no micro-batch is left.
+
+    Its gradient is divided by what was really added, so the tail of an epoch is one exact update.
+    On an empty window: zeros, and nothing changes but `updated`, which is False. Works through
+    chains, since `weight` and `last` travel as extra arguments. With :func:`mark_last` a flush is
+    not needed.
+
+    Args:
+      tx: from :func:`accumulate`, or a chain that contains it.
+      state: its state.
+      params: the parameters.
+      **extra: what inner's update takes. Where inner needs a `value` give any number: it is
+        passed the window's, in which this one does not count.
+
+    Returns:
+      `(updates, state)`, to be applied like those of `tx.update`.
+
+    Raises:
+      ValueError: if the state holds no :class:`AccumulateState`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_accum as oa
+      >>> tx = oa.accumulate(optax.sgd(1.0), k=4)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     updates, state = tx.update(jnp.ones(2), state, params)
+      >>> updates, state = oa.flush(tx, state, params)
+      >>> updates.tolist()
+      [-1.0, -1.0]
+    """
     found(state)
 
     def zeros(param: Any) -> Any:
@@ -90,18 +210,48 @@ def flush(
 
 
 def has_updated(state: optax.OptState) -> jax.Array:
-    """TODO"""
-    ours = found(state)
-    if len(ours) > 1:
-        raise ValueError(
-            f"the state holds {len(ours)} AccumulateStates side by side, expected one; ask each "
-            "by itself: has_updated(state.inner_states['label']) for optax.multi_transform."
-        )
-    return jnp.asarray(ours[0].updated)
+    """Did the last call run inner? A bool array, of shape () unless the state was vmapped.
+
+    False also after a window that closed empty or dropped.
+
+    Args:
+      state: an :class:`AccumulateState`, or any tree that holds one: the state of a chain, a
+        `TrainState`, an `nnx.Optimizer`'s `opt_state`. Of nested ones the outermost speaks.
+
+    Raises:
+      ValueError: if there is none, or several side by side (`optax.multi_transform`).
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_accum as oa
+      >>> tx = optax.chain(oa.accumulate(optax.sgd(1.0), k=1))
+      >>> state = tx.init(jnp.zeros(2))
+      >>> bool(oa.has_updated(state))
+      False
+      >>> _, state = tx.update(jnp.ones(2), state)
+      >>> bool(oa.has_updated(state))
+      True
+    """
+    return jnp.asarray(only(state).updated)
 
 
 def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """TODO"""
+    """Pairs `(batch, last)`, where `last` is True for the final batch only.
+
+    Looks one batch ahead. Pass `last` to `update`, and the tail of an epoch is neither lost nor
+    mixed into the next one.
+
+    Args:
+      loader: any iterable of batches. If it fails, the batch it gave before is still handed out.
+
+    Returns:
+      An iterator of `(batch, last)`.
+
+    Example:
+      >>> import optax_accum as oa
+      >>> list(oa.mark_last(["a", "b", "c"]))
+      [('a', False), ('b', False), ('c', True)]
+    """
     batches = iter(loader)
 
     def marked() -> Iterator[tuple[Batch, bool]]:
@@ -125,6 +275,6 @@ def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 
 class _Accumulate(optax.GradientTransformationExtraArgs):
-    """The pair (init, update) that `accumulate` returns; `run` is update with a choice of _Emit."""
+    """The pair (init, update) that `accumulate` returns; `run` is update with a choice of Emit."""
 
     run: Callable[..., tuple[Any, AccumulateState]]

@@ -1,0 +1,99 @@
+"""The command `optax-accum`: its arguments, and what is wrong with them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+INTERRUPTED = 130  # what shells expect of a command that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (default: those of the process); return its status."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="optax-accum", description="Gradient accumulation for JAX and Optax."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "train a small language model with and without accumulation, and compare"
+    demo = commands.add_parser("demo", help=text, description=text.capitalize() + ".")
+    positive = _integer_from(1)
+    for flag, kind, default, meaning in (
+        ("--updates", positive, 60, "updates of each run"),
+        ("--global-batch", positive, 64, "sequences of an update"),
+        ("--k", positive, 8, "micro-batches that a global batch is split into"),
+        ("--seed", _integer_from(0, 2**32 - 1), 0, "of the weights and of the batches"),
+    ):
+        help = f"{meaning} (default: {default})"
+        demo.add_argument(flag, type=kind, default=default, metavar="N", help=help)
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="directory of the picture (default: demo-out)",
+    )
+    demo.add_argument("--json", action="store_true", help="print one JSON object instead")
+    demo.set_defaults(command=_demo, error=demo.error)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.global_batch % args.k:
+        args.error(_remedy(args.global_batch, args.k))
+    try:
+        from optax_accum import demo
+    except ImportError as error:
+        print(
+            f"optax-accum demo needs flax, matplotlib and rich ({error}); type:\n"
+            '    pip install "optax-accum[demo]"',
+            file=sys.stderr,
+        )
+        return 1
+    _make_writable(args.out, args.error)
+    settings = demo.Settings(args.updates, args.global_batch, args.k, args.seed, args.out)
+    return INTERRUPTED if demo.run(settings, as_json=args.json).interrupted else 0
+
+
+def _integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
+    span = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {span}")
+        return value
+
+    return integer
+
+
+def _remedy(global_batch: int, k: int) -> str:
+    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+    below = [d for d in divisors if d < k][-1:]
+    above = [d for d in divisors if d > k][:1]
+    fits = " or ".join(f"--k {d}" for d in below + above)
+    return f"global batch of {global_batch} does not split into k={k} micro-batches; use {fits}"
+
+
+def _make_writable(directory: Path, error: Callable[[str], object]) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        error(f"--out: {directory} cannot be made a directory ({reason.strerror})")
+    if not os.access(directory, os.W_OK):
+        error(f"--out: {directory} cannot be written to; use another directory")

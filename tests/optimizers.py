@@ -1,0 +1,191 @@
+"""Every optimizer of Optax and optax.contrib, each with the extra arguments that it asks for.
+
+A row is one way to build it; what it covers is the name before the first hyphen.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+
+class Feed(NamedTuple):
+    """What one call is given: a micro-step its own gradient and loss, plain inner the means."""
+
+    grads: Any
+    value: Any
+    slope: Any  # the mean gradient of the window, whichever micro-step of it asks
+    offset: Any  # and its mean loss
+
+
+def nothing(params: Any, feed: Feed) -> dict[str, Any]:
+    del params, feed
+    return {}
+
+
+def loss_value(params: Any, feed: Feed) -> dict[str, Any]:
+    del params
+    return {"value": feed.value}
+
+
+def line_search(params: Any, feed: Feed) -> dict[str, Any]:
+    """A paraboloid whose value and gradient at `params` are the window's."""
+
+    def value_fn(at: Any) -> jax.Array:
+        move = optax.tree.sub(at, params)
+        rise = optax.tree.vdot(feed.slope, move).real + optax.tree.norm(move, squared=True) / 2
+        return (feed.offset + rise).astype(jnp.float32)
+
+    return {"value": feed.value, "grad": feed.grads, "value_fn": value_fn}
+
+
+def hessian(params: Any, feed: Feed) -> dict[str, Any]:
+    del params, feed
+    return {"obj_fn": lambda at: optax.tree.norm(at, squared=True) ** 2}
+
+
+def adversary(params: Any, feed: Feed) -> dict[str, Any]:
+    def grad_fn(at: Any, index: int) -> Any:
+        del index
+        return jax.tree.map(lambda s, p, q: s + 2 * (p - q), feed.slope, at, params)
+
+    return {"grad_fn": grad_fn}
+
+
+class Optimizer(NamedTuple):
+    id: str
+    make: Callable[[Any], optax.GradientTransformation]  # of a learning rate or a schedule
+    extra: Callable[[Any, Feed], dict[str, Any]] = nothing
+    scheduled: bool = True  # does `make` take a schedule?
+    ulps: float = 8
+
+
+def with_rate(make: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    return lambda rate: make(rate, **options)
+
+
+def without_rate(make: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
+    def made(rate: Any) -> Any:
+        del rate
+        return make(*args, **options)
+
+    return made
+
+
+def quiet(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return make(*args, **options)
+
+    return made
+
+
+def only_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
+
+
+def _sam(rate: Any, **options: Any) -> optax.GradientTransformation:
+    adversarial = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    return contrib.sam(optax.sgd(rate, momentum=0.9), adversarial, **options)
+
+
+ALIASES = (
+    Optimizer("adabelief", with_rate(optax.adabelief)),
+    Optimizer("adadelta", with_rate(optax.adadelta, weight_decay=0.01)),
+    Optimizer("adafactor", with_rate(optax.adafactor)),
+    Optimizer(
+        "adafactor-factored",
+        with_rate(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
+    ),
+    Optimizer("adagrad", with_rate(optax.adagrad)),
+    Optimizer("adam", with_rate(optax.adam)),
+    Optimizer("adam-nesterov", with_rate(optax.adam, nesterov=True, eps_root=1e-8)),
+    Optimizer("adam-mu_dtype", with_rate(optax.adam, mu_dtype=jnp.bfloat16)),
+    Optimizer("adamax", with_rate(optax.adamax)),
+    Optimizer("adamaxw", with_rate(optax.adamaxw)),
+    Optimizer("adamw", with_rate(optax.adamw, weight_decay=0.1)),
+    Optimizer("adamw-mask", with_rate(optax.adamw, weight_decay=0.1, mask=only_matrices)),
+    Optimizer("adan", with_rate(optax.adan, weight_decay=0.1)),
+    Optimizer("amsgrad", with_rate(optax.amsgrad)),
+    Optimizer("fromage", without_rate(optax.fromage, 0.1), scheduled=False),
+    Optimizer("lamb", with_rate(optax.lamb, weight_decay=0.1)),
+    Optimizer("lars", with_rate(optax.lars, weight_decay=0.1)),
+    Optimizer("lbfgs", without_rate(optax.lbfgs, memory_size=2), line_search, scheduled=False),
+    Optimizer("lbfgs-fixed", with_rate(optax.lbfgs, memory_size=2, linesearch=None)),
+    Optimizer("lion", with_rate(optax.lion, weight_decay=0.1)),
+    Optimizer("nadam", with_rate(optax.nadam)),
+    Optimizer("nadamw", with_rate(optax.nadamw, weight_decay=0.1)),
+    Optimizer("noisy_sgd", with_rate(optax.noisy_sgd, key=7)),
+    Optimizer("novograd", with_rate(optax.novograd, weight_decay=0.1)),
+    Optimizer("optimistic_adam", with_rate(quiet(optax.optimistic_adam))),
+    Optimizer("optimistic_adam_v2", with_rate(optax.optimistic_adam_v2)),
+    Optimizer("optimistic_gradient_descent", with_rate(optax.optimistic_gradient_descent)),
+    Optimizer(
+        "polyak_sgd",
+        lambda rate: optax.polyak_sgd(max_learning_rate=0.5, scaling=rate),
+        loss_value,
+    ),
+    Optimizer("radam", with_rate(optax.radam, threshold=1.0)),
+    Optimizer("rmsprop", with_rate(optax.rmsprop)),
+    Optimizer("rmsprop-momentum", with_rate(optax.rmsprop, momentum=0.9, nesterov=True)),
+    Optimizer("rmsprop-centered", with_rate(optax.rmsprop, centered=True, bias_correction=True)),
+    Optimizer("rprop", without_rate(optax.rprop, 0.1), scheduled=False),
+    Optimizer("sgd", with_rate(optax.sgd)),
+    Optimizer("sgd-momentum", with_rate(optax.sgd, momentum=0.9)),
+    Optimizer("sgd-nesterov", with_rate(optax.sgd, momentum=0.9, nesterov=True)),
+    Optimizer(
+        "sgd-backtracking",
+        lambda rate: optax.chain(
+            optax.sgd(rate), optax.scale_by_backtracking_linesearch(5, store_grad=True)
+        ),
+        line_search,
+    ),
+    Optimizer("sign_sgd", with_rate(optax.sign_sgd)),
+    Optimizer("signum", with_rate(optax.signum)),
+    Optimizer("sm3", with_rate(optax.sm3), scheduled=False),
+    Optimizer("yogi", with_rate(optax.yogi)),
+)
+
+CONTRIB = (
+    Optimizer("acprop", with_rate(contrib.acprop)),
+    Optimizer("ademamix", with_rate(contrib.ademamix)),
+    Optimizer("adopt", with_rate(contrib.adopt)),
+    Optimizer("cocob", without_rate(contrib.cocob, weight_decay=0.1), scheduled=False),
+    Optimizer("dadapt_adamw", with_rate(contrib.dadapt_adamw)),
+    Optimizer("dog", with_rate(contrib.dog)),
+    Optimizer("dowg", with_rate(contrib.dowg)),
+    Optimizer("galore", with_rate(contrib.galore, rank=2, update_proj_gap=2)),
+    Optimizer("madgrad", with_rate(contrib.madgrad)),
+    Optimizer("mechanize", lambda rate: contrib.mechanize(optax.sgd(rate))),
+    Optimizer("momo", with_rate(contrib.momo), loss_value),
+    Optimizer("momo_adam", with_rate(contrib.momo_adam), loss_value),
+    Optimizer("muon", with_rate(contrib.muon)),
+    Optimizer("normalize", lambda rate: optax.chain(contrib.normalize(), optax.sgd(rate))),
+    Optimizer("prodigy", with_rate(contrib.prodigy)),
+    Optimizer(
+        "reduce_on_plateau",
+        lambda rate: optax.chain(optax.sgd(rate), contrib.reduce_on_plateau(patience=1)),
+        loss_value,
+    ),
+    Optimizer("sam", _sam),
+    Optimizer("sam-opaque", lambda rate: _sam(rate, opaque_mode=True), adversary),
+    Optimizer(
+        "schedule_free",
+        lambda rate: contrib.schedule_free(optax.adam(rate, b1=0.0), rate, b1=0.9),
+    ),
+    Optimizer("schedule_free_adamw", with_rate(contrib.schedule_free_adamw), scheduled=False),
+    Optimizer("schedule_free_sgd", with_rate(contrib.schedule_free_sgd), scheduled=False),
+    Optimizer("simplified_ademamix", with_rate(contrib.simplified_ademamix)),
+    Optimizer("sophia", with_rate(contrib.sophia, update_interval=2), hessian),
+    Optimizer(
+        "split_real_and_imaginary",
+        lambda rate: contrib.split_real_and_imaginary(optax.adam(rate)),
+    ),
+)
+
+OPTIMIZERS = ALIASES + CONTRIB
