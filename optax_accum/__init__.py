@@ -10,3 +10,7 @@ from optax_accum._transform import apply_gradients as apply_gradients
 from optax_accum._transform import flush as flush
 from optax_accum._transform import has_updated as has_updated
 from optax_accum._transform import mark_last as mark_last
+
+for _public in (AccumulateState, accumulate, apply_gradients, flush, has_updated, mark_last):
+    _public.__module__ = __name__  # where users find them: tracebacks, help() and pickles say so
+del _public

@@ -25,7 +25,7 @@ class Window(NamedTuple):
     micro-gradient overwrites them, which costs nothing, where zeroing would cost a pass.
     """
 
-    grad_sum: optax.Updates  # the parameters' tree; dtype from window_dtype
+    grad_sum: optax.Updates | None  # the parameters' tree; dtype from window_dtype
     weight_sum: jax.Array  # shape=(), dtype=jnp.float32
     value_sum: jax.Array  # shape=(), dtype=jnp.float32
     value_weight: jax.Array  # shape=(), dtype=jnp.float32: weight of those that gave a value
@@ -77,7 +77,7 @@ def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
     return empty(jax.tree_util.tree_map_with_path(zeros, params))
 
 
-def empty(grad_sum: optax.Updates) -> Window:
+def empty(grad_sum: optax.Updates | None) -> Window:
     """A window around sums that are zero already. Each scalar is a buffer of its own."""
     zero = lambda: jnp.zeros([], jnp.float32)  # noqa: E731 (four words, four buffers)
     return Window(grad_sum, zero(), zero(), zero(), jnp.zeros([], jnp.int32))
@@ -208,21 +208,22 @@ def close(
 
 def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
     """May a full window close with an update, and how many micro-steps are thrown away if not?"""
+    none = jnp.zeros([], jnp.int32)
     if nonfinite == "propagate" and known:
-        return True, 0
+        return True, none
     present = window.weight_sum != 0
     if nonfinite != "skip_window":
-        return present, 0
+        return present, none
     finite = all_finite((window.grad_sum, window.weight_sum))
-    return present & finite, jnp.where(finite, 0, window.kept)
+    return present & finite, jnp.where(finite, none, window.kept)
 
 
 def healthy_alone(part: Contribution, grads: optax.Updates, nonfinite: str) -> tuple[Any, Any]:
     """`healthy` of a window of this one micro-step."""
     if nonfinite != "skip_window" or part.keep is False:
-        return part.keep, 0
+        return part.keep, jnp.zeros([], jnp.int32)
     finite = all_finite((grads, part.weight))
-    return part.keep & finite, jnp.where(part.keep & ~finite, 1, 0)
+    return part.keep & finite, (part.keep & ~finite).astype(jnp.int32)
 
 
 def pass_through(

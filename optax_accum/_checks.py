@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,9 +53,8 @@ def integer_k(k: Any) -> int:
             "for a k known only at run time pass a schedule, k=lambda update_step: value, "
             "and under optax.inject_hyperparams list it in static_args=('k',)."
         )
-    is_bool = isinstance(k, (bool, np.bool_)) or getattr(k, "dtype", None) == np.bool_
     try:
-        number = None if is_bool else operator.index(k)
+        number = None if is_scalar(k, jnp.bool_) else operator.index(k)
     except TypeError:
         number = None
     if number is None or not 1 <= number <= _INT32_MAX:

@@ -36,6 +36,9 @@ def strong(leaf: Any) -> jax.Array:
 class _ArraysOnly:
     """Takes the arrays out of results while they are traced, and puts them back afterwards."""
 
+    treedef: Any
+    fixed: list[Any]
+
     def of(self, make: Callable[[], Any]) -> Callable[[], list[jax.Array]]:
         def arrays() -> list[jax.Array]:
             leaves, self.treedef = jax.tree.flatten(make())

@@ -139,14 +139,14 @@ def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Cal
         return *cond(ok, run, empty), lost
 
     def inside() -> Any:
-        return *idle(), 0
+        return *idle(), jnp.zeros([], jnp.int32)
 
     result, inner_state, updated, lost = cond(full, boundary, inside)
     state = state._replace(
         micro_step=jnp.where(full, 0, state.micro_step + 1),
         k=k,
         inner_state=inner_state,
-        skipped=state.skipped + jnp.asarray(part.dropped, jnp.int32) + lost,
+        skipped=state.skipped + jnp.asarray(part.dropped).astype(jnp.int32) + lost,
         **acc.reset(window, full)._asdict(),
     )
     return result, _clocks(settings, state, full, updated)
@@ -170,7 +170,7 @@ def _bufferless(
     result, inner_state, updated = cond(ok, run, empty)
     state = state._replace(
         inner_state=inner_state,
-        skipped=state.skipped + jnp.asarray(part.dropped, jnp.int32) + lost,
+        skipped=state.skipped + jnp.asarray(part.dropped).astype(jnp.int32) + lost,
     )
     return result, _clocks(settings, state, True, updated)
 

@@ -22,7 +22,7 @@ class AccumulateState(NamedTuple):
     k: jax.Array  # shape=(), dtype=jnp.int32: micro-steps of the open window
     update_step: jax.Array  # shape=(), dtype=jnp.int32: updates made
     weight_sum: jax.Array  # shape=(), dtype=jnp.float32: of the kept micro-steps
-    grad_sum: optax.Updates  # like the parameters; None for a static k=1
+    grad_sum: Any  # like the parameters; None for a static k=1
     inner_state: optax.OptState
     updated: jax.Array  # shape=(), dtype=jnp.bool_: did the last call run inner?
     skipped: jax.Array  # shape=(), dtype=jnp.int32: micro-steps thrown away so far

@@ -99,8 +99,8 @@ def accumulate(
         call = checked_call(settings, grads, state, params, **arguments)
         return micro_step(settings, emit, state, call)
 
-    def update_fn(grads: Any, state: Any, params: Any = None, **arguments: Any) -> Any:
-        return run(UPDATES, grads, state, params, **arguments)
+    def update_fn(updates: Any, state: Any, params: Any = None, **arguments: Any) -> Any:
+        return run(UPDATES, updates, state, params, **arguments)
 
     transformation = _Accumulate(init_fn, update_fn)
     transformation.run = run
@@ -277,4 +277,4 @@ def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
 class _Accumulate(optax.GradientTransformationExtraArgs):
     """The pair (init, update) that `accumulate` returns; `run` is update with a choice of Emit."""
 
-    run: Callable[..., tuple[Any, AccumulateState]]
+    run: Callable[..., tuple[Any, Any]]

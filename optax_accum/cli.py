@@ -1,9 +1,11 @@
 """The command `optax-accum`: its arguments, and what is wrong with them."""
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 INTERRUPTED = 130  # what shells expect of a command that Ctrl-C ended
@@ -15,7 +17,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Ctrl-C as a note, where the exception could strike inside the callback of a program."""
+    noted: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,8 +51,8 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         ("--k", positive, 8, "micro-batches that a global batch is split into"),
         ("--seed", _integer_from(0, 2**32 - 1), 0, "of the weights and of the batches"),
     ):
-        help = f"{meaning} (default: {default})"
-        demo.add_argument(flag, type=kind, default=default, metavar="N", help=help)
+        meaning += f" (default: {default})"
+        demo.add_argument(flag, type=kind, default=default, metavar="N", help=meaning)
     demo.add_argument(
         "--out",
         type=Path,
@@ -63,8 +77,15 @@ def _demo(args: argparse.Namespace) -> int:
         )
         return 1
     _make_writable(args.out, args.error)
-    settings = demo.Settings(args.updates, args.global_batch, args.k, args.seed, args.out)
-    return INTERRUPTED if demo.run(settings, as_json=args.json).interrupted else 0
+    finished = demo.main(
+        updates=args.updates,
+        global_batch=args.global_batch,
+        k=args.k,
+        seed=args.seed,
+        out=args.out,
+        as_json=args.json,
+    )
+    return 0 if finished else INTERRUPTED
 
 
 def _integer_from(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -5,13 +5,10 @@ end is the arithmetic alone. The sequences have unequal numbers of counted token
 micro-batches that forgets their weights is then not the mean over the global batch.
 """
 
-import contextlib
 import json
 import pydoc_data.topics
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
 import optax_accum as oa
+from optax_accum.cli import interrupts
 
 TEXT = "".join(pydoc_data.topics.topics.values())
 CHARACTERS = sorted(set(TEXT))
@@ -36,13 +34,9 @@ LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 # out of parameters whose gradient is nearly zero, so that parameters can be compared.
 LEARNING_RATE, EPS = 3e-3, 1e-3
 
-
-class Settings(NamedTuple):
-    updates: int
-    global_batch: int
-    k: int
-    seed: int
-    out: Path
+# Of each update, of each run: loss, seconds, calls of inner, largest difference of parameters.
+History = list[list[tuple[float, float, int, float]]]
+PROGRESS = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[now]}"
 
 
 class Batch(NamedTuple):
@@ -51,14 +45,14 @@ class Batch(NamedTuple):
     counted: np.ndarray  # shape=(sequences, LENGTH), dtype=np.float32: 1 where the target counts
 
 
-def batches(settings: Settings) -> Iterator[Batch]:
+def batches(updates: int, global_batch: int, seed: int) -> Iterator[Batch]:
     """Pieces of Python's own documentation, each with its own number of counted tokens."""
-    rng = np.random.default_rng(settings.seed)
+    rng = np.random.default_rng(seed)
     text = np.searchsorted(CHARACTERS, list(TEXT)).astype(np.int32)
-    for _ in range(settings.updates):
-        starts = rng.integers(len(text) - LENGTH, size=(settings.global_batch, 1))
+    for _ in range(updates):
+        starts = rng.integers(len(text) - LENGTH, size=(global_batch, 1))
         pieces = text[starts + np.arange(LENGTH + 1)]
-        lengths = rng.integers(1, LENGTH + 1, size=(settings.global_batch, 1))
+        lengths = rng.integers(1, LENGTH + 1, size=(global_batch, 1))
         counted = (np.arange(LENGTH) < lengths).astype(np.float32)
         yield Batch(pieces[:, :-1], pieces[:, 1:], counted)
 
@@ -108,34 +102,31 @@ class Run(NamedTuple):
     state: Any = None
 
 
-def planned(settings: Settings, inner: optax.GradientTransformation) -> list[Run]:
-    k = settings.k
+def planned(inner: optax.GradientTransformation, k: int, another_order: np.ndarray) -> list[Run]:
     accumulated = oa.accumulate(inner, k)
-    multi_steps = optax.MultiSteps(inner, k).gradient_transformation()
-    another = np.random.default_rng(settings.seed).permutation(settings.global_batch)
     return [
         Run("big batch", inner),
         Run("accumulate", accumulated, k, weighted=True),
         Run("without weights", accumulated, k),
-        Run("optax.MultiSteps", multi_steps, k),
-        Run("big batch shuffled", inner, order=another),
+        Run("optax.MultiSteps", optax.MultiSteps(inner, k).gradient_transformation(), k),
+        Run("big batch shuffled", inner, order=another_order),
     ]
 
 
 def counter(calls: list[None]) -> optax.GradientTransformation:
     """A link of the inner optimizer that notes, at run time, that it was run."""
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def noted(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
         jax.debug.callback(lambda: calls.append(None))
-        return updates, state
+        return updates
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+    return optax.stateless(noted)
 
 
-def compiled(run: Run, settings: Settings) -> Run:
-    """The run with its program, its weights and its optimizer's state."""
-    graph, params = nnx.split(Transformer(nnx.Rngs(settings.seed)))
+def compiled(run: Run, batch: Batch, seed: int) -> Run:
+    """The run with its weights, its optimizer's state, and its program for such batches."""
+    graph, params = nnx.split(Transformer(nnx.Rngs(seed)))
     state = run.tx.init(params)
 
     def micro_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
@@ -145,7 +136,7 @@ def compiled(run: Run, settings: Settings) -> Run:
         params, state = oa.apply_gradients(run.tx, grads, state, params, weight=weight)
         return params, state, loss
 
-    part = micro_batches(run, next(batches(settings)))[0]
+    part = micro_batches(run, batch)[0]
     # Devices that round the factors of a product to fewer bits would do so differently per shape.
     with jax.default_matmul_precision("highest"):
         lowered = jax.jit(micro_step, donate_argnums=(0, 1)).lower(params, state, part)
@@ -157,16 +148,8 @@ def micro_batches(run: Run, batch: Batch) -> list[Batch]:
     return [Batch(*leaves) for leaves in zip(*parts, strict=True)]
 
 
-class Record(NamedTuple):
-    """One update of one run."""
-
-    loss: float  # token mean over the global batch, before the update
-    seconds: float
-    inner_calls: int
-    param_difference: float = 0.0  # largest, from the big batch's
-
-
-def update(run: Run, batch: Batch, calls: list[None]) -> tuple[Run, Record]:
+def update(run: Run, batch: Batch, calls: list[None]) -> tuple[Run, float, float, int]:
+    """One update: the run after it, its loss over the global batch, seconds, calls of inner."""
     parts, losses = micro_batches(run, batch), []
     params, state = run.params, run.state
     calls.clear()
@@ -178,7 +161,7 @@ def update(run: Run, batch: Batch, calls: list[None]) -> tuple[Run, Record]:
     seconds = time.perf_counter() - started
     jax.effects_barrier()
     loss = np.average(np.asarray(losses, np.float64), weights=[np.sum(p.counted) for p in parts])
-    return run._replace(params=params, state=state), Record(float(loss), seconds, len(calls))
+    return run._replace(params=params, state=state), float(loss), seconds, len(calls)
 
 
 @jax.jit
@@ -186,44 +169,181 @@ def largest_difference(a: optax.Params, b: optax.Params) -> jax.Array:
     return optax.tree.norm(optax.tree.sub(a, b), ord=np.inf)
 
 
-@contextlib.contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C as an event, since the exception could strike inside the callback of a program."""
-    asked = threading.Event()
-
-    def ask(*_: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, previous)  # a second one ends the command at once
-
-    previous = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def prepare(runs: list[Run], batch: Batch, seed: int, progress: Progress) -> None:
+    for i, task in enumerate(progress.task_ids):
+        progress.update(task, now="compiling")
+        runs[i] = compiled(runs[i], batch, seed)
+        progress.update(task, now="compiled")
 
 
-def train(settings: Settings, console: Console) -> tuple[list[Run], list[list[Record]]]:
-    """Records of the updates that every run has made; fewer than asked for after Ctrl-C."""
-    calls, history = [], []
+def train(runs: list[Run], data: Iterable[Batch], calls: list[None], progress: Progress) -> History:
+    """What the runs measured in the updates that all of them made before Ctrl-C."""
+    history = []
+    with interrupts() as noted:
+        for batch in data:
+            measured = []
+            for i, task in enumerate(progress.task_ids):
+                runs[i], loss, *others = update(runs[i], batch, calls)
+                far = largest_difference(runs[i].params, runs[0].params)
+                measured.append((loss, *others, float(far)))
+                progress.update(task, advance=1, now=f"loss {loss:.4f}")
+                if noted:
+                    return history
+            history.append(measured)
+    return history
+
+
+class Result(NamedTuple):
+    """What one run comes to: a row of the table, an object of the JSON. Bytes may be unknown."""
+
+    name: str
+    loss: float  # at the end
+    max_loss_difference: float  # from the big batch's, over all updates; the next one likewise
+    max_param_difference: float
+    argument_bytes: int | None  # of a compiled micro-step, as the other bytes
+    temp_bytes: int | None
+    total_bytes: int | None
+    time_ratio: float  # median time of an update, relative to the big batch's
+    inner_calls: int
+    first_loss: float
+
+
+def compared(runs: list[Run], history: History) -> list[Result]:
+    losses, seconds, calls, far = np.array(history).transpose(2, 1, 0)  # each (runs, updates)
+    times = np.median(seconds, axis=1)
+    return [
+        Result(
+            run.name,
+            losses[i, -1],
+            abs(losses[i] - losses[0]).max(),
+            far[i].max(),
+            *compiled_bytes(run.micro_step),
+            times[i] / times[0],
+            int(calls[i].sum()),
+            losses[i, 0],
+        )
+        for i, run in enumerate(runs)
+    ]
+
+
+def compiled_bytes(program: Any) -> tuple[int, int, int] | tuple[None, None, None]:
+    """Arguments, temporaries, total."""
+    found = program.memory_analysis()
+    if found is None:  # not every backend tells
+        return None, None, None
+    arguments, temporaries = found.argument_size_in_bytes, found.temp_size_in_bytes
+    new_outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return arguments, temporaries, arguments + new_outputs + temporaries
+
+
+def megabytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.{1 if size < 1e8 else 0}f}"
+
+
+CAPTION = (
+    "Δ: largest difference from the big batch at any update. MB: 10⁶ bytes, as compiled for one "
+    "micro-step; total = arguments + outputs - aliased + temporaries. Time: median of an update, "
+    "relative to the big batch."
+)
+COLUMNS: tuple[tuple[str, Callable[[Any], str]], ...] = (  # of a Result's first fields
+    ("run", str),
+    ("loss\nat end", "{:.4f}".format),
+    ("Δ loss", "{:.1e}".format),
+    ("Δ para-\nmeters", "{:.1e}".format),
+    ("args\nMB", megabytes),
+    ("temps\nMB", megabytes),
+    ("total\nMB", megabytes),
+    ("time\nratio", "{:.2f}".format),
+    ("inner\ncalls", str),
+)
+
+
+def table(results: list[Result], title: str) -> Table:
+    shown = Table(
+        title=title, caption=CAPTION, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for header, _ in COLUMNS:
+        shown.add_column(header, justify="left" if header == "run" else "right", no_wrap=True)
+    for row in results:
+        shown.add_row(*(text(field) for field, (_, text) in zip(row, COLUMNS, strict=False)))
+    return shown
+
+
+# From wide to narrow and bottom to top, so that curves which coincide can all be seen.
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#c8ccd4", "linewidth": 8, "zorder": 1},
+    {"color": "#1f5fbf", "linewidth": 2, "zorder": 4},
+    {"color": "#f2a33c", "linewidth": 5, "zorder": 2},
+    {"color": "#8c1d40", "linewidth": 4, "zorder": 3, "linestyle": (0, (1.5, 1.5))},
+    {"color": "#111111", "linewidth": 1.5, "zorder": 5, "linestyle": (0, (1, 3))},
+)
+
+
+def draw(results: list[Result], history: History, title: str, path: str) -> None:
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    draw_losses(left, [row.name for row in results], np.array(history)[:, :, 0].T)
+    figure.legend(loc="outside lower center", ncols=len(results), frameon=False, handlelength=3)
+    draw_memory(right, [row for row in results if row.total_bytes is not None])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_losses(axes: Axes, names: list[str], losses: np.ndarray) -> None:
+    updates = np.arange(1, losses.shape[1] + 1)
+    inset = axes.inset_axes((0.4, 0.45, 0.6, 0.45))
+    for name, own, style in zip(names, losses, LINES, strict=True):
+        axes.plot(updates, own, label=name, marker="o", markersize=2, **style)
+        inset.plot(updates, abs(own - losses[0]), marker="o", markersize=2, **style)
+    axes.set(xlabel="update", ylabel="loss (nats per counted token)")
+    inset.set_yscale("symlog", linthresh=1e-7)
+    inset.set_ylim(bottom=0)
+    inset.set_title("distance from the big batch (nats)", fontsize="medium")
+
+
+def draw_memory(axes: Axes, rows: list[Result]) -> None:
+    if not rows:
+        axes.set(xticks=[], yticks=[], xlabel="this backend tells nothing of its memory")
+        return
+    names = [row.name for row in rows]
+    totals = np.array([row.total_bytes for row in rows]) / 1e6
+    temporaries = np.array([row.temp_bytes for row in rows]) / 1e6
+    rest = totals - temporaries
+    axes.barh(names, rest, color="#8a93a3", label="weights, optimizer, window, batch")
+    bars = axes.barh(names, temporaries, left=rest, color="#1f5fbf", label="temporaries")
+    axes.bar_label(bars, [f"{total:.1f} MB" for total in totals], padding=4)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=2, frameon=False)
+    axes.set_xlabel("memory of one micro-step, as compiled (MB, 10⁶ bytes)")
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+
+
+def main(*, updates: int, global_batch: int, k: int, seed: int, out: Path, as_json: bool) -> bool:
+    """Train, then print the table or the JSON object and draw the picture; False after Ctrl-C."""
+    calls: list[None] = []
     inner = optax.chain(optax.adamw(LEARNING_RATE, eps=EPS), counter(calls))
-    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[now]}"
-    with Progress(*columns, console=console) as progress:
-        runs = planned(settings, inner)
-        add = progress.add_task
-        tasks = [add(run.name, total=settings.updates, now="waiting") for run in runs]
-        for i, task in enumerate(tasks):
-            progress.update(task, now="compiling")
-            runs[i] = compiled(runs[i], settings)
-            progress.update(task, now="compiled")
-        with interrupts() as asked:
-            for batch in batches(settings):
-                records = []
-                for i, task in enumerate(tasks):
-                    if asked.is_set():
-                        return runs, history
-                    runs[i], record = update(runs[i], batch, calls)
-                    far = float(largest_difference(runs[i].params, runs[0].params))
-                    records.append(record._replace(param_difference=far))
-                    progress.update(task, advance=1, now=f"loss {record.loss:.4f}")
-                history.append(records)
-    return runs, history
+    runs = planned(inner, k, np.random.default_rng(seed).permutation(global_batch))
+    log = Console(stderr=True)
+    with Progress(*PROGRESS, console=log) as progress:
+        for run in runs:
+            progress.add_task(run.name, total=updates, now="waiting")
+        prepare(runs, next(batches(1, global_batch, seed)), seed, progress)
+        history = train(runs, batches(updates, global_batch, seed), calls, progress)
+    done = len(history)
+    if done < updates:
+        log.print(f"interrupted after {done} of {updates} updates")
+    results = compared(runs, history) if history else []
+    picture = str(out / "demo.png") if history else None
+    if picture:
+        size = sum(leaf.size for leaf in jax.tree.leaves(runs[0].params))
+        title = f"{done} updates of {global_batch} sequences, k={k}, {size:,} parameters"
+        (log if as_json else Console()).print(table(results, title))
+        draw(results, history, title, picture)
+        log.print(f"picture: {picture}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        settings = {"updates": done, "global_batch": global_batch, "k": k, "seed": seed}
+        rows = [row._asdict() for row in results]
+        print(json.dumps({**settings, "picture": picture, "runs": rows}, indent=2))
+    return done == updates

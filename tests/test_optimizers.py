@@ -3,7 +3,9 @@
 The means are NumPy's in float64, cast to the dtype that a whole batch's gradient would have.
 """
 
+import fnmatch
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import OPTIMIZERS, Feed, Optimizer
+from optax import contrib
+from optimizers import LINKS, NOT_IN_A_TABLE, OPTIMIZERS, Feed, Optimizer, loss_value
 
 import optax_accum as oa
 
@@ -67,10 +70,11 @@ def away_from_zero(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any)
     return draw() + 1j * draw() if jnp.issubdtype(dtype, jnp.complexfloating) else draw()
 
 
-def initial_params(pair: Pair, lane: int) -> Any:
+def initial_params(optimizer: Optimizer, pair: Pair, lane: int) -> Any:
     rng = np.random.default_rng(100 + lane)
     draw = lambda shape: away_from_zero(rng, shape, pair.param)  # noqa: E731
-    return {name: draw(shape).astype(jnp.dtype(pair.param)) for name, shape in SHAPES.items()}
+    params = {name: jnp.asarray(draw(shape), pair.param) for name, shape in SHAPES.items()}
+    return optimizer.wrap(params)
 
 
 def micro_gradients(pair: Pair, lane: int) -> Any:
@@ -139,7 +143,7 @@ def plain_update(optimizer: Optimizer, pair: Pair, scheduled: bool) -> Callable[
 @functools.cache
 def plain(optimizer: Optimizer, pair: Pair, lane: int, scheduled: bool) -> Record:
     update = plain_update(optimizer, pair, scheduled)
-    params = jax.tree.map(jnp.asarray, initial_params(pair, lane))
+    params = initial_params(optimizer, pair, lane)
     state = strong(optimizer.make(rate_of(optimizer, scheduled)).init(params))
     records = []
     for i in range(WINDOWS):
@@ -150,11 +154,11 @@ def plain(optimizer: Optimizer, pair: Pair, lane: int, scheduled: bool) -> Recor
 
 def expected(optimizer: Optimizer, pair: Pair, lane: int = 0, scheduled: bool = False) -> Record:
     """Plain Optax's run, or a skip where it has none for this pair of dtypes."""
-    if pair == SINGLE:
-        return plain(optimizer, pair, lane, scheduled)
     try:
         return plain(optimizer, pair, lane, scheduled)
     except Exception as error:
+        if pair == SINGLE:
+            raise
         reason = str(error).splitlines()[0][:90]
         pytest.skip(f"plain Optax fails: {type(error).__name__}: {reason}")
 
@@ -180,6 +184,8 @@ def by_apply_gradients(tx: Any, feed: Feed, state: Any, params: Any, **extra: An
 
 
 def micro_step_of(tx: Any, optimizer: Optimizer, path: Any, types: Any) -> Callable[..., Any]:
+    """A body for `lax.scan`; it checks what scan forgives, a weak type."""
+
     def micro_step(carry: Any, feed: Feed) -> Any:
         params, state = carry
         params, state, updates = path(tx, feed, state, params, **optimizer.extra(params, feed))
@@ -189,16 +195,11 @@ def micro_step_of(tx: Any, optimizer: Optimizer, path: Any, types: Any) -> Calla
     return micro_step
 
 
-def start(tx: Any, pair: Pair, lane: int) -> Any:
-    params = jax.tree.map(jnp.asarray, initial_params(pair, lane))
-    return params, tx.init(params)
-
-
 def in_scan(micro_step: Any, carry: Any, feed: Feed) -> Record:
     return jit(lambda carry, feed: jax.lax.scan(micro_step, carry, feed)[1])(carry, feed)
 
 
-def in_loop(micro_step: Any, carry: Any, feed: Feed) -> Record:
+def in_jit(micro_step: Any, carry: Any, feed: Feed) -> Record:
     compiled, records = jit(micro_step), []
     for i in range(K * WINDOWS):
         carry, record = compiled(carry, at(feed, i))
@@ -206,17 +207,11 @@ def in_loop(micro_step: Any, carry: Any, feed: Feed) -> Record:
     return stack(records)
 
 
-def accumulated(
-    optimizer: Optimizer, pair: Pair, path: Any, driver: Any, scheduled: bool = False
-) -> tuple[Record, int]:
-    """The run over all micro-steps, and how often inner ran in it."""
-    calls: list[None] = []
-    tx = oa.accumulate(counted(optimizer.make(rate_of(optimizer, scheduled)), calls), K)
-    carry = start(tx, pair, lane=0)
-    micro_step = micro_step_of(tx, optimizer, path, jax.tree.map(jax.typeof, carry))
-    record = driver(micro_step, carry, feeds(pair, lane=0)[0])
-    jax.effects_barrier()
-    return record, len(calls)
+def in_vmap(micro_step: Any, carries: list[Any], feeds: list[Feed]) -> list[Record]:
+    """Each carry with its feed, side by side."""
+    run = jax.vmap(lambda carry, feed: jax.lax.scan(micro_step, carry, feed)[1])
+    records = jit(run)(stack(carries), stack(feeds))
+    return [at(records, lane) for lane in range(len(carries))]
 
 
 def numbers(leaf: Any) -> np.ndarray:
@@ -225,68 +220,211 @@ def numbers(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def as_numpy(tree: Any) -> Any:
-    return jax.tree.map(numbers, tree)
-
-
-def assert_close(got: Any, want: Any, eps: float, ulps: float) -> None:
-    """Equal to a few units in the last place of the largest number of each leaf."""
+def assert_close(got: Any, want: Any, atol_of: Callable[[np.ndarray], float]) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
-            np.testing.assert_array_equal(a, b, err_msg=str(path))
-            continue
-        a, b = a.astype(np.complex128), b.astype(np.complex128)
-        size = np.abs(b[np.isfinite(b)]).max(initial=0)
-        np.testing.assert_allclose(a, b, rtol=0, atol=ulps * eps * size, err_msg=str(path))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, a), b in pairs:
+        where = jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            a, b = a.astype(np.complex128), b.astype(np.complex128)
+            np.testing.assert_allclose(a, b, rtol=0, atol=atol_of(b), err_msg=where)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=where)
 
 
-def assert_still_inside_windows(got: Record, initial: Record) -> None:
+def assert_still_inside_windows(got: Record, initial: Any) -> None:
     """Between two updates parameters and inner's state keep every bit, and updates are zeros."""
-    for moving, before in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(initial[:2]), strict=True):
-        moving = np.concatenate([before[None], moving])
-        for window in range(0, WINDOWS * K, K):
-            for i in range(1, K):
-                assert moving[window + i].tobytes() == moving[window].tobytes()
+    leaves = jax.tree.leaves((got.params, got.inner_state))
+    for after, before in zip(leaves, jax.tree.leaves(initial), strict=True):
+        held = np.concatenate([before[None], after[K - 1 :: K]])[:WINDOWS]
+        for i in range(K - 1):
+            assert after[i::K].tobytes() == held.tobytes()
     for update in jax.tree.leaves(got.updates):
-        update = update.reshape(WINDOWS, K, *update.shape[1:])
-        assert not update[:, :-1].any()
+        assert not update.reshape(WINDOWS, K, -1)[:, :-1].any()
 
 
-def check(got: Record, want: Record, optimizer: Optimizer, pair: Pair) -> None:
-    got, want = as_numpy(got), as_numpy(want)
+def check(optimizer: Optimizer, pair: Pair, got: Record, want: Record, carry: Any) -> None:
+    """`got` moves where windows close, there like `want`, and nowhere else."""
+    got, want = jax.tree.map(numbers, (got, want))
+    params, state = carry
     np.testing.assert_array_equal(got.updated, ([False] * (K - 1) + [True]) * WINDOWS)
+    assert_still_inside_windows(got, jax.tree.map(numbers, (params, state.inner_state)))
     if got.updates is None:
         want = want._replace(updates=None)
-    closing = jax.tree.map(lambda x: x[K - 1 :: K], got)
-    assert_close(closing, want, pair.eps, optimizer.ulps)
+    unit = optimizer.ulps * pair.eps
+    size = lambda want: np.abs(want[np.isfinite(want)]).max(initial=0)  # noqa: E731
+    assert_close(jax.tree.map(lambda x: x[K - 1 :: K], got), want, lambda want: unit * size(want))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.id)
-def test_update_in_scan(optimizer):
-    want = expected(optimizer, SINGLE, scheduled=True)
-    got, calls = accumulated(optimizer, SINGLE, by_update, in_scan, scheduled=True)
-    check(got, want, optimizer, SINGLE)
-    assert calls == WINDOWS
+def run(optimizer: Optimizer, pair: Pair, path: Any, driver: Any, scheduled: bool = False) -> None:
+    """One run over all micro-steps against plain Optax; inner runs once a window."""
+    want = expected(optimizer, pair, scheduled=scheduled)
+    calls: list[None] = []
+    tx = oa.accumulate(counted(optimizer.make(rate_of(optimizer, scheduled)), calls), K)
+    params = initial_params(optimizer, pair, lane=0)
+    carry = params, tx.init(params)
+    body = micro_step_of(tx, optimizer, path, jax.tree.map(jax.typeof, carry))
+    got = driver(body, carry, feeds(pair, lane=0)[0])
+    jax.effects_barrier()
+    check(optimizer, pair, got, want, carry)
+    assert len(calls) == WINDOWS
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.id)
-def test_apply_gradients_in_scan(optimizer):
-    want = expected(optimizer, MIXED)
-    got, calls = accumulated(optimizer, MIXED, by_apply_gradients, in_scan)
-    check(got, want, optimizer, MIXED)
-    assert calls == WINDOWS
+def run_batch(optimizer: Optimizer, pair: Pair, lanes: tuple[int, ...] = (0, 1)) -> None:
+    """Two runs side by side under vmap, each against its own plain one."""
+    wants = [expected(optimizer, pair, lane) for lane in lanes]
+    tx = oa.accumulate(optimizer.make(rate_of(optimizer, scheduled=False)), K)
+    params = [initial_params(optimizer, pair, lane) for lane in lanes]
+    carries = [(each, tx.init(each)) for each in params]
+    body = micro_step_of(tx, optimizer, by_update, jax.tree.map(jax.typeof, carries[0]))
+    gots = in_vmap(body, carries, [feeds(pair, lane)[0] for lane in lanes])
+    for got, want, carry in zip(gots, wants, carries, strict=True):
+        check(optimizer, pair, got, want, carry)
+
+
+TRANSFORMATIONS = {
+    "jit": lambda optimizer, pair: run(optimizer, pair, by_update, in_jit),
+    "scan": lambda optimizer, pair: run(optimizer, pair, by_update, in_scan),
+    "apply_gradients": lambda optimizer, pair: run(optimizer, pair, by_apply_gradients, in_scan),
+    "vmap": run_batch,
+}
+each_optimizer, each_link, each_that_wants_a_value = (
+    pytest.mark.parametrize("optimizer", rows, ids=lambda row: row.id)
+    for rows in (OPTIMIZERS, LINKS, [row for row in OPTIMIZERS if row.extra is loss_value])
+)
+
+
+@each_optimizer
+def test_update_in_scan_with_a_schedule(optimizer):
+    run(optimizer, SINGLE, by_update, in_scan, scheduled=True)
+
+
+@each_optimizer
+def test_apply_gradients_in_scan_of_mixed_dtypes(optimizer):
+    run(optimizer, MIXED, by_apply_gradients, in_scan)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(p))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.id)
-def test_loop(optimizer, pair):
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)  # varies fastest: one plain run
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@each_optimizer
+def test_product(optimizer, pair, transformation):
     with pair.x64():
-        want = expected(optimizer, pair)
-        got, calls = accumulated(optimizer, pair, by_update, in_scan)
-        check(got, want, optimizer, pair)
-        assert calls == WINDOWS
+        TRANSFORMATIONS[transformation](optimizer, pair)
+
+
+@pytest.mark.full
+@each_link
+def test_link_in_jit_with_a_schedule(optimizer):
+    run(optimizer, SINGLE, by_update, in_jit, scheduled=True)
+
+
+@pytest.mark.full
+@each_link
+def test_link_in_scan_of_mixed_dtypes(optimizer):
+    run(optimizer, MIXED, by_apply_gradients, in_scan)
+
+
+@pytest.mark.parametrize("driver", [in_jit, in_scan])
+def test_inner_runs_once_a_window(driver):
+    adamw = next(row for row in OPTIMIZERS if row.id == "adamw")
+    run(adamw, SINGLE, by_update, driver)
+
+
+# Of gradients of 1 these descend by their learning rate alone.
+BARE_RATE = {
+    "adam": lambda rate: optax.adam(rate, b1=0, b2=0, eps=0),
+    "lion": lambda rate: optax.lion(rate, weight_decay=0),
+    "normalize": lambda rate: optax.chain(optax.contrib.normalize(), optax.sgd(rate)),
+    "sgd": optax.sgd,
+    "sign_sgd": optax.sign_sgd,
+    "signum": optax.signum,
+}
+
+
+@pytest.mark.parametrize("name", BARE_RATE)
+def test_a_schedule_counts_updates(name):
+    tx = oa.accumulate(BARE_RATE[name](optax.linear_schedule(1.0, 0.0, 8)), K)
+
+    def micro_step(carry, grad):
+        updates, state = tx.update(grad, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    start = jnp.zeros(()), tx.init(jnp.zeros(()))
+    (end, _), _ = jit(lambda grads: jax.lax.scan(micro_step, start, grads))(jnp.ones(8 * K))
+    np.testing.assert_allclose(end, -sum(1 - i / 8 for i in range(8)), rtol=1e-6)
+
+
+@each_that_wants_a_value
+def test_a_missing_value_is_missed_as_by_plain_inner(optimizer):
+    params = jnp.ones(2)
+    tx = oa.accumulate(optimizer.make(0.1), K)
+    with pytest.raises(TypeError, match="value"):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "differentially_private_aggregate"])
+def test_gradients_per_example_meet_an_error_that_says_where(name):
+    options = {"l2_norm_clip": 1.0, "noise_multiplier": 0.1}
+    make = {"dpsgd": functools.partial(contrib.dpsgd, 0.1, seed=0)}.get(
+        name, functools.partial(contrib.differentially_private_aggregate, key=0)
+    )
+    tx = oa.accumulate(make(**options), K)
+    params, grads = jnp.ones(2), jnp.ones((5, 2))
+    with pytest.raises(ValueError, match=r"per-example .* optax\.chain\("):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_a_state_that_grows_meets_an_error_as_in_scan():
+    tx = oa.accumulate(optax.monitor({"norm": optax.tree.norm}), K)
+    params = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"inner's update returned a state of structure"):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
+
+
+def makes_a_transformation(thing: Any) -> bool:
+    """By its annotation; where it has none, by its source. A class counts by its methods."""
+    if inspect.isclass(thing):
+        is_pair = issubclass(thing, optax.GradientTransformation)
+        return hasattr(thing, "init") and hasattr(thing, "update") and not is_pair
+    if not (inspect.isfunction(thing) or isinstance(thing, functools.partial)):
+        return False
+    returned = inspect.signature(thing).return_annotation
+    if returned is not inspect.Signature.empty:
+        return "GradientTransformation" in str(returned)
+    source = inspect.getsource(thing)
+    return "GradientTransformation" in source or "chain(" in source
+
+
+def public_transformations() -> set[str]:
+    things = {**vars(optax), **vars(contrib)}
+    return {
+        name
+        for name, thing in things.items()
+        if not name.startswith("_") and makes_a_transformation(thing)
+    }
+
+
+def left_out(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in NOT_IN_A_TABLE)
+
+
+IN_A_TABLE = {row.id.split("-")[0] for row in OPTIMIZERS + LINKS}
+
+
+def test_every_public_optimizer_stands_in_a_table():
+    missing = {name for name in public_transformations() - IN_A_TABLE if not left_out(name)}
+    assert not missing, f"{sorted(missing)}: give each a row in tests/optimizers.py"
+
+
+def test_the_tables_name_nothing_else():
+    assert public_transformations() >= IN_A_TABLE
+    assert not any(map(left_out, IN_A_TABLE))
+    for pattern in NOT_IN_A_TABLE:
+        assert fnmatch.filter(public_transformations(), pattern), pattern
+
+
+def test_rows_have_names_of_their_own():
+    names = [row.id for row in OPTIMIZERS + LINKS]
+    assert len(set(names)) == len(names)

