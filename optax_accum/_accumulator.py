@@ -3,7 +3,7 @@
     window = open_window(params)
     for i in range(k):
         window = add(window, judge(grads[i], weights[i]), grads[i], values[i])
-    gradient, value = close(window)
+    gradient = close(window)
 
 Sums are kept, never a running mean, so a window may be closed after any number of micro-steps.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_accum import _checks
@@ -51,7 +52,8 @@ def promoted(*dtypes: Any) -> Any:
         try:
             return jnp.promote_types(*dtypes)
         except ValueError:  # an 8-bit float promotes with nothing but itself
-            return jnp.dtype(jnp.float32)
+            wide = [jnp.float32 if jnp.dtype(dtype).itemsize == 1 else dtype for dtype in dtypes]
+            return jnp.promote_types(*wide)
 
 
 def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
@@ -165,13 +167,18 @@ def add(
         else _add_leaf(total, grad, part, first, (*clocks, i))
         for i, (total, grad) in enumerate(zip(sums, leaves, strict=True))
     )
+    return tally(window, part, value)._replace(grad_sum=grad_sum)
+
+
+def tally(window: Window, part: Contribution, value: Any) -> Window:
+    """The window with one micro-step more in its scalars."""
     value_sum, value_weight = window.value_sum, window.value_weight
     if value is not None:
         scaled = value if part.scale is None else value * part.scale
         value_sum = _where(part.keep, value_sum + scaled, value_sum)
         value_weight = _where(part.keep, value_weight + part.weight, value_weight)
     return Window(
-        grad_sum,
+        window.grad_sum,
         _where(part.keep, window.weight_sum + part.weight, window.weight_sum),
         value_sum,
         value_weight,
@@ -179,10 +186,8 @@ def add(
     )
 
 
-def close(
-    window: Window, grads: optax.Updates, params: Any, loss_reduction: str
-) -> tuple[optax.Updates, jax.Array]:
-    """The window's gradient, in the dtypes that plain inner would have got, and its value.
+def close(window: Window, grads: optax.Updates, params: Any, loss_reduction: str) -> optax.Updates:
+    """The window's gradient, in the dtypes that plain inner would have got.
 
     A product with the reciprocal, since XLA materialises a quotient by a traced scalar.
     """
@@ -199,11 +204,18 @@ def close(
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
     sums = treedef.flatten_up_to(window.grad_sum)
     like = leaves if params is None else aligned(grads, params)
-    gradient = treedef.unflatten(map(mean, sums, leaves, like))
-    if loss_reduction == "sum":
-        return gradient, window.value_sum
-    weight = window.value_weight if loss_reduction == "mean" else window.weight_sum
-    return gradient, window.value_sum * _reciprocal(weight, jnp.float32)
+    return treedef.unflatten(map(mean, sums, leaves, like))
+
+
+def mean_value(window: Window, loss_reduction: str) -> Any:
+    """The window's value, combined like its gradients; NaN if no micro-step gave one."""
+    value = window.value_sum
+    if loss_reduction != "sum":
+        weight = window.value_weight if loss_reduction == "mean" else window.weight_sum
+        value = value * _reciprocal(weight, jnp.float32)
+    if _checks.is_traced(window.value_weight):
+        return jnp.where(window.value_weight == 0, jnp.nan, value)
+    return value if window.value_weight != 0 else np.float32(np.nan)  # no array: jax_debug_nans
 
 
 def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
@@ -226,9 +238,7 @@ def healthy_alone(part: Contribution, grads: optax.Updates, nonfinite: str) -> t
     return part.keep & finite, (part.keep & ~finite).astype(jnp.int32)
 
 
-def pass_through(
-    part: Contribution, grads: optax.Updates, value: Any, loss_reduction: str
-) -> tuple[optax.Updates, Any]:
+def pass_through(part: Contribution, grads: optax.Updates, loss_reduction: str) -> optax.Updates:
     """What `close` gives for a window of this one micro-step, without a buffer."""
 
     def one(grad: Any) -> Any:
@@ -238,13 +248,11 @@ def pass_through(
         if loss_reduction == "sum_over_weight":
             wide = promoted(grad.dtype, jnp.float32)
             return (grad.astype(wide) * _reciprocal(part.weight, wide)).astype(grad.dtype)
-        if part.scale is None:
+        if part.scale is None or not _checks.is_traced(part.weight):
             return grad
-        return jnp.where(jnp.isnan(part.weight), jnp.full_like(grad, jnp.nan), grad)
+        return jnp.where(jnp.isnan(part.weight), jnp.asarray(jnp.nan, grad.dtype), grad)
 
-    if value is not None and loss_reduction == "sum_over_weight":
-        value = value * _reciprocal(part.weight, jnp.float32)
-    return jax.tree.map(one, grads, is_leaf=is_none), value
+    return jax.tree.map(one, grads, is_leaf=is_none)
 
 
 def mean_norm(window: Window) -> jax.Array:
@@ -287,8 +295,8 @@ def _where(keep: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
-    weight = weight.astype(_real(dtype))
-    return jnp.where(weight == 0, 0, 1 / weight).astype(dtype)
+    weight = jnp.asarray(weight).astype(_real(dtype))
+    return jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight)).astype(dtype)
 
 
 def _real(dtype: Any) -> Any:
@@ -304,11 +312,12 @@ def _check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype:
         jnp.finfo(promoted(dtype, jnp.float32)).bits > jnp.finfo(total).bits
     )
     if complex_lost or digits_lost:
-        name = promoted(dtype, total).name
+        remedy = f"type accumulator_dtype=jnp.{promoted(dtype, total).name}, or cast it"
+        if complex_lost and what == "gradient":
+            remedy = "take its real part, or give it a complex parameter"
         raise TypeError(
             f"a {what}{at(path)} is {jnp.dtype(dtype).name}, which a {jnp.dtype(total).name} "
-            f"window cannot hold; type accumulator_dtype=jnp.{name}, or cast it to the "
-            "parameter's dtype."
+            f"window cannot hold; {remedy}."
         )
 
 

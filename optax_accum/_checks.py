@@ -29,6 +29,11 @@ def is_array(x: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def is_key(x: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.extended)
+
+
 def described(x: Any) -> str:
     """For messages: the dtype and shape of an array, the type of anything else."""
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_array(x) else type(x).__name__
@@ -73,7 +78,10 @@ def scheduled_k(schedule: Callable[[Any], Any], update_step: jax.Array) -> jax.A
             f"the schedule of k returned {described(k)}, expected an integer scalar; "
             "round it yourself: k=lambda update_step: jnp.int32(your_schedule(update_step))."
         )
-    return jnp.maximum(jnp.asarray(k).astype(jnp.int32), 1)
+    k = jnp.asarray(k)
+    if jnp.iinfo(k.dtype).max > _INT32_MAX:
+        k = jnp.minimum(k, _INT32_MAX)
+    return jnp.maximum(k.astype(jnp.int32), 1)
 
 
 def accumulator_dtype(dtype: Any) -> Any:

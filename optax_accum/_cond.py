@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_accum import _checks
+from optax_accum import _axis, _checks
+
+Branch = Callable[[], Any]
 
 
-def cond(pred: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+def cond(pred: Any, if_true: Branch, if_false: Branch) -> Any:
     """`lax.cond` whose results may hold leaves that are no arrays (float0, functions).
 
     A predicate whose value is known picks its branch in Python, so eager calls compile nothing
@@ -19,10 +21,13 @@ def cond(pred: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> 
     if not _checks.is_traced(pred):
         return if_true() if pred else if_false()
     joint = _ArraysOnly()
-    return joint.rebuild(lax.cond(pred, joint.of(if_true), joint.of(if_false)))
+    branches = [joint.of(if_true), joint.of(if_false)]
+    if _axis.inside_manual_axes():
+        branches = _equally_varying(*branches)
+    return joint.rebuild(lax.cond(pred, *branches))
 
 
-def result_shapes(make: Callable[[], Any]) -> Any:
+def result_shapes(make: Branch) -> Any:
     """What `make` returns, each array replaced by its shape and dtype; nothing is computed."""
     joint = _ArraysOnly()
     return joint.rebuild(jax.eval_shape(joint.of(make)))
@@ -30,7 +35,7 @@ def result_shapes(make: Callable[[], Any]) -> Any:
 
 def strong(leaf: Any) -> jax.Array:
     """The array without a weak type."""
-    return lax.convert_element_type(leaf, jnp.result_type(leaf))
+    return leaf if _checks.is_key(leaf) else lax.convert_element_type(leaf, jnp.result_type(leaf))
 
 
 class _ArraysOnly:
@@ -39,14 +44,35 @@ class _ArraysOnly:
     treedef: Any
     fixed: list[Any]
 
-    def of(self, make: Callable[[], Any]) -> Callable[[], list[jax.Array]]:
+    def of(self, make: Branch) -> Callable[[], list[jax.Array]]:
         def arrays() -> list[jax.Array]:
             leaves, self.treedef = jax.tree.flatten(make())
-            self.fixed = [None if _checks.is_array(leaf) else leaf for leaf in leaves]
-            return [strong(leaf) for leaf in leaves if _checks.is_array(leaf)]
+            is_data = [_checks.is_array(leaf) or _checks.is_key(leaf) for leaf in leaves]
+            pairs = list(zip(leaves, is_data, strict=True))
+            self.fixed = [None if data else leaf for leaf, data in pairs]
+            return [strong(leaf) for leaf, data in pairs if data]
 
         return arrays
 
     def rebuild(self, arrays: list[Any]) -> Any:
         rest = iter(arrays)
         return self.treedef.unflatten([next(rest) if leaf is None else leaf for leaf in self.fixed])
+
+
+def _equally_varying(*branches: Callable[[], list[jax.Array]]) -> list[Branch]:
+    """The branches, each result varying along the mapped axes along which any branch's does."""
+    axes: list[list[frozenset[str]]] = []
+
+    def note(branch: Callable[[], list[jax.Array]]) -> list[jax.Array]:
+        arrays = branch()
+        axes.append([_axis.varying(array) for array in arrays])
+        return arrays
+
+    for branch in branches:
+        jax.eval_shape(lambda branch=branch: note(branch))
+    union = [frozenset.union(*each) for each in zip(*axes, strict=True)]
+
+    def cast(branch: Callable[[], list[jax.Array]]) -> Branch:
+        return lambda: [_axis.as_varying(x, to) for x, to in zip(branch(), union, strict=True)]
+
+    return [cast(branch) for branch in branches]

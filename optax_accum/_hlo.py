@@ -104,7 +104,6 @@ class _Module(NamedTuple):
 class _Place(NamedTuple):
     """How one call of a computation is reached."""
 
-    path: str
     in_loop: bool = False
     branches: tuple[tuple[str, int], ...] = ()
     runs: int | None = 1
@@ -123,7 +122,7 @@ def read(text: str) -> Program:
             "the text holds no compiled program, expected what compiled.as_text() gives; "
             "type jax.jit(f).lower(*arguments).compile()."
         )
-    operations = [each for m in found for each in _operations(m, m.entry, _Place(m.entry))]
+    operations = [each for m in found for each in _operations(m, m.entry, _Place())]
     listed = (device for each in operations for group in each.groups for device in group)
     sizes = (module.replicas * module.partitions for module in found)
     return Program(max(*sizes, 1 + max(listed, default=0)), operations)
@@ -187,10 +186,9 @@ def _pieces(text: str) -> list[str]:
 
 def _parts(shape: str) -> tuple[Part, ...]:
     """The arrays of a shape, those of a tuple in order."""
-    arrays = _ARRAY.findall(re.sub(r"\{[^{}]*\}", "", shape))  # layouts aside
     return tuple(
         Part(dtype, math.prod(int(size.strip(" <=")) for size in sizes.split(",") if size))
-        for dtype, sizes in arrays
+        for dtype, sizes in _ARRAY.findall(shape)
     )
 
 
@@ -201,28 +199,28 @@ def _operations(module: _Module, name: str, place: _Place) -> Iterator[Operation
             continue
         found = _instruction(right)
         kind = found.opcode.removesuffix("-start")
-        if kind in KINDS and "calls" not in found.attributes:
+        if kind in KINDS:
             parts = _moved(kind, found, computation)
             groups = device_groups(kind, found.attributes, module.replicas, module.partitions)
             yield Operation(kind, parts, groups, place.in_loop, place.branches, place.runs)
         elif not found.opcode.endswith(("-done", "-update")):  # they name what -start has called
-            here = place._replace(path=f"{place.path}/{label}")
-            for called, inside in _called(module, computation, found, here):
+            for called, inside in _called(module, computation, label, place):
                 yield from _operations(module, called, inside)
 
 
 def _called(
-    module: _Module, computation: _Computation, found: _Instruction, place: _Place
+    module: _Module, computation: _Computation, name: str, place: _Place
 ) -> Iterator[tuple[str, _Place]]:
     """The computations that an instruction runs."""
+    found = computation.parse(name)
     if found.opcode == "while":
         trips = _trip_count(module, computation, found)
         yield found.called("body")[0], place.loop(trips)
         yield found.called("condition")[0], place.loop(None if trips is None else trips + 1)
     elif found.opcode == "conditional":
-        names = ("branch_computations", "true_computation", "false_computation")
-        for index, branch in enumerate(found.called(*names)):
-            yield branch, place._replace(branches=(*place.branches, (place.path, index)))
+        attributes = ("branch_computations", "true_computation", "false_computation")
+        for index, branch in enumerate(found.called(*attributes)):
+            yield branch, place._replace(branches=(*place.branches, (name, index)))
     else:
         yield from ((called, place) for called in found.called(*_CALLS))
 

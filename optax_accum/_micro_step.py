@@ -22,15 +22,16 @@ class Emit(NamedTuple):
 
 
 def _zero_updates(make: Callable[[], Any], params: Any, grad_sum: Any) -> optax.Updates:
-    """Zeros of the shapes and dtypes that inner returns, sharded like the window."""
-    del params
+    """Zeros of the shapes and dtypes that inner returns, sharded like the window or params."""
     shapes = result_shapes(make)
-    like = shapes if jax.tree.structure(shapes) != jax.tree.structure(grad_sum) else grad_sum
+    structure = jax.tree.structure(shapes)
+    fitting = [tree for tree in (grad_sum, params) if jax.tree.structure(tree) == structure]
+    like = (fitting or [shapes])[0]
 
     def zeros(shape: Any, like: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
             return shape
-        return jnp.zeros_like(like if like.shape == shape.shape else shape, dtype=shape.dtype)
+        return jnp.zeros_like(like if jnp.shape(like) == shape.shape else shape, dtype=shape.dtype)
 
     return jax.tree.map(zeros, shapes, like)
 
@@ -70,6 +71,7 @@ class Call(NamedTuple):
     known_weight: float | None  # its value, 1 for None, or None while it is traced
     last: Any
     value: jax.Array | None  # shape=(), dtype=jnp.float32
+    loss_reduction: str
     extra: dict[str, Any]
 
 
@@ -105,7 +107,7 @@ def init(settings: Settings, params: optax.Params) -> AccumulateState:
         micro_step=jnp.zeros([], jnp.int32),
         k=settings.read_k(jnp.zeros([], jnp.int32)),
         update_step=jnp.zeros([], jnp.int32),
-        inner_state=own_buffers(settings.inner.init(params), params),
+        inner_state=own_buffers(settings.inner.init(params)),
         updated=jnp.zeros([], bool),
         skipped=jnp.zeros([], jnp.int32),
         **window._asdict(),
@@ -118,10 +120,10 @@ def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Cal
         call.grads,
         call.weight,
         call.known_weight,
-        settings.loss_reduction,
+        call.loss_reduction,
         settings.nonfinite,
     )
-    if state.grad_sum is None:
+    if state.grad_sum is None and settings.k == 1:
         return _bufferless(settings, emit, state, call, part)
     k = jnp.where(state.micro_step == 0, settings.read_k(state.update_step), state.k)
     full = True if call.last is True else (state.micro_step + 1 >= k) | call.last
@@ -130,7 +132,7 @@ def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Cal
 
     def close() -> Any:
         params = trained(call.params)
-        return acc.close(window, call.grads, params, settings.loss_reduction)
+        return acc.close(window, call.grads, params, call.loss_reduction)
 
     run, idle, empty = _branches(settings, emit, state, call, window, close)
 
@@ -162,9 +164,9 @@ def _bufferless(
     """A static k=1: every micro-step is a window, and its gradient is the window's."""
 
     def close() -> Any:
-        return acc.pass_through(part, call.grads, call.value, settings.loss_reduction)
+        return acc.pass_through(part, call.grads, call.loss_reduction)
 
-    one = state.window._replace(grad_sum=call.grads, weight_sum=part.weight)
+    one = acc.tally(acc.empty(call.grads), part, call.value)
     run, _, empty = _branches(settings, emit, state, call, one, close)
     ok, lost = acc.healthy_alone(part, call.grads, settings.nonfinite)
     result, inner_state, updated = cond(ok, run, empty)
@@ -190,25 +192,28 @@ def _branches(
     state: AccumulateState,
     call: Call,
     window: acc.Window,
-    close: Callable[[], tuple[optax.Updates, Any]],
+    close: Callable[[], optax.Updates],
 ) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
     """What happens to inner: it runs, it rests, or it rests on a window that closed empty.
 
     Each returns (result, inner_state, updated).
     """
     inner, params = settings.inner, call.params
+    nested = bool(outermost(state.inner_state))
 
     def update(gradient: optax.Updates, extra: dict[str, Any]) -> tuple[Any, Any]:
         updates, inner_state = inner.update(gradient, state.inner_state, params, **extra)
         return emit.updated(updates, params), like(inner_state, state.inner_state)
 
     def run() -> Any:
-        gradient, value = close()
-        extra = {**call.extra, "last": call.last}
-        if settings.loss_reduction != "sum":
-            extra["weight"] = window.weight_sum
-        if value is not None:
-            extra["value"] = value
+        gradient = close()
+        extra = dict(call.extra)
+        if nested:
+            extra["last"] = call.last
+            if call.loss_reduction != "sum":
+                extra.update(weight=window.weight_sum, gradient_is_a_mean=True)
+        if call.value is not None or call.known_weight == 0:
+            extra["value"] = acc.mean_value(window, call.loss_reduction)
         if "grad" in extra:
             extra["grad"] = gradient
         return *update(gradient, extra), True
@@ -219,13 +224,14 @@ def _branches(
         return emit.idle(shapes, params, window.grad_sum), state.inner_state, False
 
     def flush_nested() -> Any:
-        zeros = jax.tree.map(jnp.zeros_like, close()[0])
+        zeros = jax.tree.map(jnp.zeros_like, close())
         result, inner_state = update(zeros, {**call.extra, "weight": 0.0, "last": True})
         nested = [jnp.asarray(each.updated) for each in outermost(inner_state)]
         return result, inner_state, jnp.stack(nested).any()
 
-    nested = call.last is not False and outermost(state.inner_state)
-    return run, idle, (lambda: cond(call.last, flush_nested, idle)) if nested else idle
+    if not nested or call.last is False:
+        return run, idle, idle
+    return run, idle, lambda: cond(call.last, flush_nested, idle)
 
 
 def checked_call(
@@ -236,6 +242,7 @@ def checked_call(
     weight: Any = None,
     last: Any = False,
     value: Any = None,
+    gradient_is_a_mean: bool = False,  # an outer accumulate says so
     **extra: Any,
 ) -> Call:
     if not isinstance(state, AccumulateState):
@@ -245,7 +252,7 @@ def checked_call(
         )
     if state.grad_sum is not None:
         acc.check_gradients(state.window, grads, settings.accumulator_dtype)
-    elif settings.k != 1:
+    elif settings.k != 1 and jax.tree.leaves(grads):
         raise ValueError(
             f"the state holds no window, being made by accumulate(inner, k=1), and k is now "
             f"{settings.k}; type tx.init(params)._replace(inner_state=state.inner_state, "
@@ -269,4 +276,5 @@ def checked_call(
     if value is not None:
         value = _checks.real_scalar("value", value)
     last = _checks.scalar_flag("last", last)
-    return Call(grads, params, weight, known, last, value, extra)
+    reduction = "mean" if gradient_is_a_mean else settings.loss_reduction
+    return Call(grads, params, weight, known, last, value, reduction, extra)

@@ -18,7 +18,19 @@ def round_to(x: jax.Array, dtype: Any, clocks: tuple[Any, ...]) -> jax.Array:
         return x.astype(dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (_hash(x.shape, clocks) >> np.uint32(16))
     rounded = lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+    return _straight_through(x, jnp.where(jnp.isfinite(x), rounded, x)).astype(dtype)
+
+
+@jax.custom_jvp
+def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`rounded`, with the derivative of `x`: bits have none."""
+    del x
+    return rounded
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
 
 
 def _hash(shape: tuple[int, ...], clocks: tuple[Any, ...]) -> jax.Array:

@@ -69,17 +69,14 @@ def trained(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def own_buffers(inner_state: optax.OptState, params: optax.Params) -> optax.OptState:
-    """Every leaf a strongly typed buffer of its own, so that state and params can be donated."""
-    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+def own_buffers(inner_state: optax.OptState) -> optax.OptState:
+    """Every leaf a strongly typed buffer of its own, so that state and params can be donated.
+
+    Copies all: two arrays may share a buffer, and inner may have enclosed the one it returns.
+    """
 
     def own(leaf: Any) -> Any:
-        if not _checks.is_array(leaf):
-            return leaf
-        fresh = strong(leaf)
-        fresh = jnp.copy(fresh) if id(fresh) in seen else fresh
-        seen.add(id(fresh))
-        return fresh
+        return jnp.copy(strong(leaf)) if _checks.is_array(leaf) or _checks.is_key(leaf) else leaf
 
     return jax.tree.map(own, inner_state)
 

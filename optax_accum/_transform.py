@@ -176,8 +176,9 @@ def flush(
       tx: from :func:`accumulate`, or a chain that contains it.
       state: its state.
       params: the parameters.
-      **extra: what inner's update takes. Where inner needs a `value` give any number: it is
-        passed the window's, in which this one does not count.
+      **extra: what inner's update takes; the window's `value` is passed by itself. A parameter
+        whose gradients are None has a gradient of zero here: where inner decays weights and some
+        are frozen in this way, close the window by `last=True` instead.
 
     Returns:
       `(updates, state)`, to be applied like those of `tx.update`.

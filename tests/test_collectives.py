@@ -118,6 +118,20 @@ def scattered(params, x):
     )
 
 
+def gathered(params, x):
+    """Micro-batches are gathered in the loop, and what was reduced to shards after it."""
+
+    def gather(leaf):
+        return jax.lax.all_gather(leaf, "data", tiled=True)
+
+    def whole(params, x):
+        return loss(params, jax.lax.dynamic_slice_in_dim(gather(x), 0, 8))
+
+    sums = gradients(params, x, whole)
+    shards = jax.tree.map(lambda leaf: jax.lax.psum_scatter(leaf, "data", tiled=True), sums)
+    return jax.tree.map(gather, shards)
+
+
 def not_reduced(params, x):
     return jax.tree.map(lambda leaf: leaf[None], gradients(params, x))
 
@@ -136,6 +150,7 @@ MAPPED = {  # by hand, over one axis: the function, its out_specs
     "each micro-batch": (each_micro_batch, REPLICATED),
     "losses in the loop": (losses_in_the_loop, REPLICATED),
     "scattered": (scattered, ROWS),
+    "gathered": (gathered, REPLICATED),
     "not reduced": (not_reduced, ROWS),
     "one leaf": (one_leaf, REPLICATED),
 }
@@ -435,6 +450,7 @@ def test_texts_of_other_backends(name):
         ({"direction=LT": "direction=LE"}, 7),
         ({"constant(6)": "constant(-1)"}, 0),
         ({"direction=LT": "direction=NE"}, None),
+        ({"s32[]": "f32[]"}, None),
         ({"constant(1)": "constant(0)"}, None),
         ({"s32[] add(%round, %one)": "s32[] multiply(%round, %one)"}, None),
         (
@@ -475,6 +491,16 @@ def test_reduced_once(name, mesh):
 def test_losses_in_the_loop_are_listed():
     found = assert_reduced_once(program("losses in the loop"), GRADS)
     assert [each.bytes for each in found if each.in_loop] == [4]
+    message = assert_fails(program("losses in the loop"), {"w": GRADS["w"]}, match="is reduced")
+    assert re.search(rf"all-reduce +4 +{K} +yes +scalar", message)
+
+
+def test_what_is_gathered_is_not_reduced():
+    found = assert_reduced_once(program("gathered"), GRADS)
+    gathered = [each for each in found if each.kind == "all-gather"]
+    assert {each.in_loop for each in gathered} == {True, False}
+    message = assert_fails(program("gathered"), {"w": GRADS["w"]}, match="is reduced 1.06")
+    assert message.count("no reduction") == len(gathered)
 
 
 def test_a_reduction_to_shards_takes_in_the_whole_gradient():
@@ -669,6 +695,18 @@ def test_fails_where_only_statistics_are_reduced():
     assert_fails(program, GRADS, exempt=(STATISTIC,), match="is reduced 0 times")
 
 
+@pytest.mark.parametrize("exempt, fails", [((64, 32), False), ((96,), False), ((64,), True)])
+def test_an_operation_or_the_arrays_in_it_are_declared(exempt, fails):
+    text = fixture("async_pairs").replace("(%matrix, %vector)", "(%a, %b)")
+    text = text.replace("  %one =", "  %a = f32[16] iota()\n  %b = f32[8] iota()\n  %one =")
+    grads = jax.ShapeDtypeStruct((64, 32), jnp.float32)  # the reduce-scatter
+    if fails:
+        message = assert_fails(text, grads, exempt=exempt, match="inside a loop: 32 bytes 6 times")
+        assert re.search(r"all-reduce +96 +6 +yes +REDUCED", message)
+    else:
+        assert_reduced_once(text, grads, exempt=exempt)
+
+
 @pytest.mark.parametrize("exempt", [STATISTIC, "96", (1.5,), None])
 def test_exemptions_that_cannot_be_meant(exempt):
     with pytest.raises(TypeError, match=r"exempt=\(64, 128\)"):
@@ -735,6 +773,25 @@ def test_of_the_branches_the_largest_counts():
         "  %d = f32[256]{0} call(%in.3), to_apply=%main_phase",
     )
     assert_fails(twice, grads, match="is reduced 2 times")
+
+
+def test_conditionals_one_after_the_other_add_up():
+    text = fixture("branches").replace("%warmup, %main_phase, %nothing", "%warmup, %nothing")
+    second = "  %c = f32[256]{0} conditional(%phase, %gradient, %gradient), branch_computations={%nothing, %main_phase}"
+    text = text.replace("  ROOT %conditional.1", f"{second}\n  ROOT %conditional.1")
+    assert_fails(text, leaves(jnp.float32), match="is reduced 2 times")
+
+
+def test_of_nested_branches_the_largest_counts():
+    text = fixture("branches")
+    inner = "  %c = f32[256]{0} conditional(), branch_computations={%main_phase, %warmup}"
+    nested = text.replace("  ROOT %in.3", f"{inner}\n  ROOT %in.3")
+    assert len(collectives(nested)) == 4
+    assert_reduced_once(nested, leaves(jnp.float32))
+    beside = nested.replace(
+        "  ROOT %in.3", "  %d = f32[256] call(%in.3), to_apply=%warmup\n  ROOT %in.3"
+    )
+    assert_fails(beside, leaves(jnp.float32), match="is reduced 2 times")
 
 
 # Arguments

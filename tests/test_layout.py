@@ -10,7 +10,7 @@ import optax_accum
 
 ROOT = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_checks", "_rounding"},
+    {"_axis", "_checks", "_rounding"},
     {"_accumulator", "_cond"},
     {"_state"},
     {"_micro_step"},
