@@ -4,6 +4,7 @@ The arithmetic of one big batch, in the memory of one micro-batch.
 """
 
 from optax_accum import diagnostics as diagnostics
+from optax_accum import verify as verify
 from optax_accum._state import AccumulateState as AccumulateState
 from optax_accum._transform import accumulate as accumulate
 from optax_accum._transform import apply_gradients as apply_gradients

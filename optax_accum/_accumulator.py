@@ -215,7 +215,7 @@ def mean_value(window: Window, loss_reduction: str) -> Any:
         value = value * _reciprocal(weight, jnp.float32)
     if _checks.is_traced(window.value_weight):
         return jnp.where(window.value_weight == 0, jnp.nan, value)
-    return value if window.value_weight != 0 else np.float32(np.nan)  # no array: jax_debug_nans
+    return value if float(window.value_weight) else np.float32(np.nan)  # no array: jax_debug_nans
 
 
 def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:

@@ -28,7 +28,6 @@ _ONCE = (
     "device and a window is reduced once; in your own shard_map with check_vma=True make the "
     'parameters varying first, jax.lax.pcast(params, axis, to="varying")'
 )
-_DECLARE = "what is meant to be reduced there (synchronised batch statistics): exempt=(its bytes,)"
 
 
 class Collective(NamedTuple):
@@ -171,11 +170,12 @@ def _elements(leaf: Any, batch_axes: tuple[str, ...] | None) -> int:
 
 def fault(rows: list[Row], expected: Size) -> str | None:
     """What is wrong, why probably, and what to type; None where the gradient is reduced once."""
-    if looped := [row for row in rows if row.verdict == _IN_LOOP]:
-        return _in_loop(looped, expected)
     outside = [row for row in rows if row.verdict in (_EXEMPT, _GRADIENT)]
     least = _total([(row.branches, row.counted) for row in outside])
     most = _total([(row.branches, _sum([row.counted, row.exempt])) for row in outside])
+    if looped := [row for row in rows if row.verdict == _IN_LOOP]:
+        once = least.numbers <= expected.numbers <= most.numbers
+        return _besides(looped, expected) if once else _in_loop(looped, least, expected)
     if least.numbers > expected.numbers:
         return _message(least, expected, *_too_much(least.numbers / expected.numbers))
     if most.numbers < expected.numbers:
@@ -211,20 +211,37 @@ def _message(found: Size | str, expected: Size, how: str, cause: str, remedy: st
     )
 
 
-def _in_loop(rows: list[Row], expected: Size) -> str:
+def _listed(rows: list[Row]) -> str:
     runs = [row.collective.runs for row in rows]
     times = ["an unknown number of" if each is None else str(each) for each in runs]
-    listed = [f"{row.counted.bytes:,} bytes {n} times" for row, n in zip(rows, times, strict=True)]
+    sizes = [f"{row.counted.bytes:,} bytes" for row in rows]
+    return " and ".join(f"{size} {n} times" for size, n in zip(sizes, times, strict=True))
+
+
+def _besides(rows: list[Row], expected: Size) -> str:
+    how, cause = "once, but more inside a loop", "statistics or metrics of each micro-batch"
+    sizes = tuple(sorted({row.collective.bytes for row in rows}))
+    remedy = (
+        f"declare what is meant to be reduced there, exempt={sizes}, or reduce it after the loop"
+    )
+    return _message(_listed(rows), expected, how, cause, remedy)
+
+
+def _in_loop(rows: list[Row], outside: Size, expected: Size) -> str:
     cause = "each micro-batch is reduced on its own, as plain jit does with a sharded batch"
-    return _message(" and ".join(listed), expected, "inside a loop", cause, f"{_ONCE}; {_DECLARE}")
+    numbers = [row.counted.numbers * (row.collective.runs or 0) for row in rows]
+    if sum(numbers) + outside.numbers == expected.numbers:
+        cause = "a loop over the layers of the model, since in all it is the gradient once"
+    return _message(_listed(rows), expected, "inside a loop", cause, _ONCE)
 
 
 def _too_much(ratio: float) -> tuple[str, str, str]:
-    causes = {
-        True: "a loop was unrolled, and the compiler merged its reductions into one operation",
-        False: "something besides the gradient is reduced, or leaves are missing in grads",
-    }
-    return f"{ratio:.4g} times", causes[ratio.is_integer()], f"{_ONCE}; {_DECLARE}"
+    how = f"{ratio:.4g} times"
+    if ratio.is_integer():
+        cause = "a loop was unrolled, and the compiler merged its reductions into one operation"
+        return how, cause, _ONCE
+    cause = "something besides the gradient is reduced, or leaves are missing in grads"
+    return how, cause, "declare the bytes of what else is reduced, exempt=(64, 128)"
 
 
 def _too_little(ratio: float) -> tuple[str, str, str]:

@@ -10,12 +10,12 @@ import optax_accum
 
 ROOT = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_axis", "_checks", "_rounding"},
-    {"_accumulator", "_cond"},
-    {"_state"},
+    {"_axis", "_checks", "_device_groups", "_rounding"},
+    {"_accumulator", "_cond", "_hlo"},
+    {"_reductions", "_state"},
     {"_micro_step"},
     {"_transform"},
-    {"diagnostics"},
+    {"diagnostics", "verify"},
     {"cli", "demo", "__main__"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -78,6 +78,7 @@ def test_exports():
         "flush",
         "has_updated",
         "mark_last",
+        "verify",
     } | (names & set(MODULES))
     for name in names - set(MODULES):
         assert getattr(optax_accum, name).__doc__

@@ -23,7 +23,13 @@ K, WINDOWS = 4, 3
 SHAPES = {"b": (3,), "w": (4, 3)}
 
 # Where XLA fuses, it would keep more digits than a narrow dtype has; it fuses less in plain Optax.
-jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+# Excess precision off, since rounding is compared; optimizations off, since compiling is the cost.
+COMPILER_OPTIONS = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 class Pair(NamedTuple):
@@ -125,7 +131,7 @@ def at(tree: Any, i: int) -> Any:
     return jax.tree.map(lambda x: x[i], tree)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def plain_update(optimizer: Optimizer, pair: Pair, scheduled: bool) -> Callable[..., Any]:
     """One update without accumulation; inner's state keeps the dtypes of its init."""
     del pair
@@ -140,7 +146,7 @@ def plain_update(optimizer: Optimizer, pair: Pair, scheduled: bool) -> Callable[
     return jit(update)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def plain(optimizer: Optimizer, pair: Pair, lane: int, scheduled: bool) -> Record:
     update = plain_update(optimizer, pair, scheduled)
     params = initial_params(optimizer, pair, lane)
