@@ -65,7 +65,8 @@ class Optimizer(NamedTuple):
     ulps: float = 8  # how far rounding may carry a leaf, relative to its largest number
 
 
-CANCELS = 64  # ulps where nearly equal numbers are subtracted: parameters and where they were
+# In ulps, where rounding grows: nearly equal numbers are subtracted, or a matrix is iterated.
+SENSITIVE = 64
 
 
 def with_rate(make: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
@@ -116,9 +117,11 @@ ALIASES = (
         lambda rate: optax.lbfgs(memory_size=2),
         line_search,
         scheduled=False,
-        ulps=CANCELS,
+        ulps=SENSITIVE,
     ),
-    Optimizer("lbfgs-fixed", with_rate(optax.lbfgs, memory_size=2, linesearch=None), ulps=CANCELS),
+    Optimizer(
+        "lbfgs-fixed", with_rate(optax.lbfgs, memory_size=2, linesearch=None), ulps=SENSITIVE
+    ),
     Optimizer("lion", with_rate(optax.lion, weight_decay=0.1)),
     Optimizer("nadam", with_rate(optax.nadam)),
     Optimizer("nadamw", with_rate(optax.nadamw, weight_decay=0.1)),
@@ -157,39 +160,42 @@ CONTRIB = (
     Optimizer("acprop", with_rate(contrib.acprop)),
     Optimizer("ademamix", with_rate(contrib.ademamix)),
     Optimizer("adopt", with_rate(contrib.adopt)),
-    Optimizer("cocob", with_rate(contrib.cocob, alpha=1.0, weight_decay=0.1), ulps=CANCELS),
-    Optimizer("dadapt_adamw", with_rate(contrib.dadapt_adamw, estim_lr0=0.1), ulps=CANCELS),
-    Optimizer("dog", with_rate(contrib.dog, init_step=("distance", 0.5)), ulps=CANCELS),
-    Optimizer("dowg", with_rate(contrib.dowg, init_estim_sq_dist=0.5), ulps=CANCELS),
+    Optimizer("cocob", with_rate(contrib.cocob, alpha=1.0, weight_decay=0.1), ulps=SENSITIVE),
+    Optimizer("dadapt_adamw", with_rate(contrib.dadapt_adamw, estim_lr0=0.1), ulps=SENSITIVE),
+    Optimizer("dog", with_rate(contrib.dog, init_step=("distance", 0.5)), ulps=SENSITIVE),
+    Optimizer("dowg", with_rate(contrib.dowg, init_estim_sq_dist=0.5), ulps=SENSITIVE),
     Optimizer("galore", with_rate(contrib.galore, rank=2, update_proj_gap=2)),
     Optimizer("madgrad", with_rate(contrib.madgrad)),
     Optimizer(
-        "mechanize", lambda rate: contrib.mechanize(optax.sgd(rate), s_init=0.1), ulps=CANCELS
+        "mechanize", lambda rate: contrib.mechanize(optax.sgd(rate), s_init=0.1), ulps=SENSITIVE
     ),
     Optimizer("momo", with_rate(contrib.momo), loss_value),
     Optimizer("momo_adam", with_rate(contrib.momo_adam), loss_value),
-    Optimizer("muon", with_rate(contrib.muon)),
+    Optimizer("muon", with_rate(contrib.muon), ulps=SENSITIVE),
     Optimizer("normalize", lambda rate: optax.chain(contrib.normalize(), optax.sgd(rate))),
-    Optimizer("prodigy", with_rate(contrib.prodigy, estim_lr0=0.1), ulps=CANCELS),
+    Optimizer("prodigy", with_rate(contrib.prodigy, estim_lr0=0.1), ulps=SENSITIVE),
     Optimizer(
         "reduce_on_plateau",
         lambda rate: optax.chain(optax.sgd(rate), contrib.reduce_on_plateau(patience=1)),
         loss_value,
     ),
-    Optimizer("sam", _sam, ulps=CANCELS),
-    Optimizer("sam-opaque", lambda rate: _sam(rate, opaque_mode=True), adversary, ulps=CANCELS),
+    Optimizer("sam", _sam, ulps=SENSITIVE),
+    Optimizer("sam-opaque", lambda rate: _sam(rate, opaque_mode=True), adversary, ulps=SENSITIVE),
     Optimizer(
         "schedule_free",
         lambda rate: contrib.schedule_free(optax.adam(rate, b1=0.0), rate, b1=0.9),
-        ulps=CANCELS,
+        ulps=SENSITIVE,
     ),
     Optimizer(
-        "schedule_free_adamw", with_rate(contrib.schedule_free_adamw), scheduled=False, ulps=CANCELS
+        "schedule_free_adamw",
+        with_rate(contrib.schedule_free_adamw),
+        scheduled=False,
+        ulps=SENSITIVE,
     ),
     Optimizer(
-        "schedule_free_sgd", with_rate(contrib.schedule_free_sgd), scheduled=False, ulps=CANCELS
+        "schedule_free_sgd", with_rate(contrib.schedule_free_sgd), scheduled=False, ulps=SENSITIVE
     ),
-    Optimizer("simplified_ademamix", with_rate(contrib.simplified_ademamix), ulps=CANCELS),
+    Optimizer("simplified_ademamix", with_rate(contrib.simplified_ademamix), ulps=SENSITIVE),
     Optimizer("sophia", with_rate(contrib.sophia, update_interval=2), hessian),
     Optimizer(
         "split_real_and_imaginary",

@@ -22,8 +22,8 @@ import optax_accum as oa
 K, WINDOWS = 4, 3
 SHAPES = {"b": (3,), "w": (4, 3)}
 
-# Where XLA fuses, it would keep more digits than a narrow dtype has; it fuses less in plain Optax.
-# Excess precision off, since rounding is compared; optimizations off, since compiling is the cost.
+# Where XLA fuses, it would keep more digits than a narrow dtype has, and it fuses less in plain
+# Optax: excess precision off. Compiling is what these tests cost: optimizations off.
 COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
