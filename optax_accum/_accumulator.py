@@ -62,7 +62,7 @@ def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
         return promoted(dtype, jnp.float32)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return accumulator_dtype
-    return _real(accumulator_dtype)
+    return real(accumulator_dtype)
 
 
 def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
@@ -158,16 +158,26 @@ def add(
     """The window with one micro-gradient more."""
     if part.keep is False:
         return window
-    first = window.kept == 0
+    sums = add_sums(window.grad_sum, part, grads, window.kept == 0, clocks)
+    return tally(window, part, value)._replace(grad_sum=sums)
+
+
+def add_sums(
+    grad_sum: Any,
+    part: Contribution,
+    grads: optax.Updates,
+    first: bool | jax.Array,
+    clocks: tuple[jax.Array, jax.Array],
+) -> Any:
+    """The sums with one micro-gradient more; the first one overwrites them."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
-    sums = treedef.flatten_up_to(window.grad_sum)
-    grad_sum = treedef.unflatten(
+    sums = treedef.flatten_up_to(grad_sum)
+    return treedef.unflatten(
         total
         if grad is None or not _checks.is_array(grad)
         else _add_leaf(total, grad, part, first, (*clocks, i))
         for i, (total, grad) in enumerate(zip(sums, leaves, strict=True))
     )
-    return tally(window, part, value)._replace(grad_sum=grad_sum)
 
 
 def tally(window: Window, part: Contribution, value: Any) -> Window:
@@ -198,7 +208,7 @@ def close(window: Window, grads: optax.Updates, params: Any, loss_reduction: str
         wide = promoted(total.dtype, jnp.float32)
         total = total.astype(wide)
         if loss_reduction != "sum":
-            total = total * _reciprocal(window.weight_sum, wide)
+            total = total * reciprocal(window.weight_sum, wide)
         return total.astype(promoted(jnp.result_type(grad), jnp.result_type(param)))
 
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
@@ -212,7 +222,7 @@ def mean_value(window: Window, loss_reduction: str) -> Any:
     value = window.value_sum
     if loss_reduction != "sum":
         weight = window.value_weight if loss_reduction == "mean" else window.weight_sum
-        value = value * _reciprocal(weight, jnp.float32)
+        value = value * reciprocal(weight, jnp.float32)
     if _checks.is_traced(window.value_weight):
         return jnp.where(window.value_weight == 0, jnp.nan, value)
     return value if float(window.value_weight) else np.float32(np.nan)  # no array: jax_debug_nans
@@ -247,7 +257,7 @@ def pass_through(part: Contribution, grads: optax.Updates, loss_reduction: str) 
         grad = jnp.asarray(grad)
         if loss_reduction == "sum_over_weight":
             wide = promoted(grad.dtype, jnp.float32)
-            return (grad.astype(wide) * _reciprocal(part.weight, wide)).astype(grad.dtype)
+            return (grad.astype(wide) * reciprocal(part.weight, wide)).astype(grad.dtype)
         if part.scale is None or not _checks.is_traced(part.weight):
             return grad
         return jnp.where(jnp.isnan(part.weight), jnp.asarray(jnp.nan, grad.dtype), grad)
@@ -265,7 +275,7 @@ def mean_norm(window: Window) -> jax.Array:
         return jnp.zeros([], jnp.float32)
     wide = promoted(*(square.dtype for square in squares), jnp.float32)
     norm = jnp.sqrt(sum(square.astype(wide) for square in squares))
-    return jnp.where(window.kept == 0, 0, norm * _reciprocal(window.weight_sum, wide))
+    return jnp.where(window.kept == 0, 0, norm * reciprocal(window.weight_sum, wide))
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -280,13 +290,14 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def _add_leaf(
-    total: jax.Array, grad: Any, part: Contribution, first: jax.Array, clocks: Any
+    total: jax.Array, grad: Any, part: Contribution, first: bool | jax.Array, clocks: Any
 ) -> jax.Array:
     wide = promoted(total.dtype, jnp.float32)
     term = jnp.asarray(grad).astype(wide)
     if part.scale is not None:
         term = term * part.scale.astype(wide)
-    new = jnp.where(first, term, total.astype(wide) + term)
+    new = total.astype(wide) + term
+    new = new if first is False else jnp.where(first, term, new)
     return _where(part.keep, round_to(new, total.dtype, clocks), total)
 
 
@@ -294,12 +305,12 @@ def _where(keep: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if keep is True else jnp.where(keep, new, old)
 
 
-def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
-    weight = jnp.asarray(weight).astype(_real(dtype))
+def reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
+    weight = jnp.asarray(weight).astype(real(dtype))
     return jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight)).astype(dtype)
 
 
-def _real(dtype: Any) -> Any:
+def real(dtype: Any) -> Any:
     return jnp.finfo(dtype).dtype
 
 

@@ -81,15 +81,15 @@ def own_buffers(inner_state: optax.OptState) -> optax.OptState:
     return jax.tree.map(own, inner_state)
 
 
-def like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """Inner's new state with the dtypes of its old one."""
+def like(new: Any, old: Any, what: str = "inner's state") -> Any:
+    """A new state with the dtypes of the old one."""
 
     def cast(path: Any, old: Any, new: Any) -> Any:
         if not _checks.is_array(old):
             return new
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
-                f"inner's state{acc.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
+                f"{what}{acc.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
                 "in its update; expected a state whose shapes are fixed by init."
             )
         return jnp.asarray(new).astype(jnp.result_type(old))
