@@ -8,6 +8,7 @@
 Sums are kept, never a running mean, so a window may be closed after any number of micro-steps.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -50,10 +51,10 @@ def promoted(*dtypes: Any) -> Any:
     """Their common dtype, whatever promotion mode the user has set."""
     with jax.numpy_dtype_promotion("standard"):
         try:
-            return jnp.promote_types(*dtypes)
+            return functools.reduce(jnp.promote_types, dtypes)
         except ValueError:  # an 8-bit float promotes with nothing but itself
             wide = [jnp.float32 if jnp.dtype(dtype).itemsize == 1 else dtype for dtype in dtypes]
-            return jnp.promote_types(*wide)
+            return functools.reduce(jnp.promote_types, wide)
 
 
 def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
@@ -76,10 +77,10 @@ def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
         _check_kept(path, "parameter", dtype, wide, accumulator_dtype)
         return jnp.zeros_like(param, dtype=wide)
 
-    return empty(jax.tree_util.tree_map_with_path(zeros, params))
+    return fresh(jax.tree_util.tree_map_with_path(zeros, params))
 
 
-def empty(grad_sum: optax.Updates | None) -> Window:
+def fresh(grad_sum: optax.Updates | None) -> Window:
     """A window around sums that are zero already. Each scalar is a buffer of its own."""
     zero = lambda: jnp.zeros([], jnp.float32)  # noqa: E731 (four words, four buffers)
     return Window(grad_sum, zero(), zero(), zero(), jnp.zeros([], jnp.int32))
@@ -115,9 +116,9 @@ def aligned(grads: optax.Updates, other: Any) -> list[Any]:
         ) from error
 
 
-def reset(window: Window, full: Any) -> Window:
+def reopen(window: Window, full: Any) -> Window:
     """The window, opened anew where it was full."""
-    pairs = zip(empty(None)[1:], window[1:], strict=True)
+    pairs = zip(fresh(None)[1:], window[1:], strict=True)
     return Window(window.grad_sum, *(jnp.where(full, new, old) for new, old in pairs))
 
 
@@ -159,7 +160,7 @@ def add(
     if part.keep is False:
         return window
     sums = add_sums(window.grad_sum, part, grads, window.kept == 0, clocks)
-    return tally(window, part, value)._replace(grad_sum=sums)
+    return add_scalars(window, part, value)._replace(grad_sum=sums)
 
 
 def add_sums(
@@ -180,7 +181,7 @@ def add_sums(
     )
 
 
-def tally(window: Window, part: Contribution, value: Any) -> Window:
+def add_scalars(window: Window, part: Contribution, value: Any) -> Window:
     """The window with one micro-step more in its scalars."""
     value_sum, value_weight = window.value_sum, window.value_weight
     if value is not None:
@@ -228,7 +229,7 @@ def mean_value(window: Window, loss_reduction: str) -> Any:
     return value if float(window.value_weight) else np.float32(np.nan)  # no array: jax_debug_nans
 
 
-def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
+def may_update(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
     """May a full window close with an update, and how many micro-steps are thrown away if not?"""
     none = jnp.zeros([], jnp.int32)
     if nonfinite == "propagate" and known:
@@ -240,15 +241,15 @@ def healthy(window: Window, known: float | None, nonfinite: str) -> tuple[Any, A
     return present & finite, jnp.where(finite, none, window.kept)
 
 
-def healthy_alone(part: Contribution, grads: optax.Updates, nonfinite: str) -> tuple[Any, Any]:
-    """`healthy` of a window of this one micro-step."""
+def may_update_single(part: Contribution, grads: optax.Updates, nonfinite: str) -> tuple[Any, Any]:
+    """`may_update` of a window of this one micro-step."""
     if nonfinite != "skip_window" or part.keep is False:
         return part.keep, jnp.zeros([], jnp.int32)
     finite = all_finite((grads, part.weight))
     return part.keep & finite, (part.keep & ~finite).astype(jnp.int32)
 
 
-def pass_through(part: Contribution, grads: optax.Updates, loss_reduction: str) -> optax.Updates:
+def close_single(part: Contribution, grads: optax.Updates, loss_reduction: str) -> optax.Updates:
     """What `close` gives for a window of this one micro-step, without a buffer."""
 
     def one(grad: Any) -> Any:

@@ -117,25 +117,29 @@ def accumulator_dtype(dtype: Any) -> Any:
     return found
 
 
-def real_scalar(name: str, number: Any) -> jax.Array:
+def real_scalar(name: str, number: Any) -> Any:
     """A real scalar, as float32."""
     if not any(is_scalar(number, kind) for kind in (jnp.integer, jnp.floating, jnp.bool_)):
         raise TypeError(
             f"{name} is {described(number)}, expected one real number for the whole micro-batch; "
             f"for one number an example type {name}={name}.sum() or {name}.mean()."
         )
-    return jnp.asarray(number).astype(jnp.float32)
+    if isinstance(number, jax.Array):
+        return number.astype(jnp.float32)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(np.float32(number))
 
 
 def known_weight(weight: Any) -> float | None:
-    """The value of a valid weight, or None while it is traced."""
+    """The value of a valid weight as the window will hold it, or None while it is traced."""
     if is_traced(weight):
         return None
-    value = float(weight)
-    if not 0 <= value < float("inf"):
+    with np.errstate(over="ignore"):
+        value = float(np.float32(weight))
+    if not (float(weight) >= 0 and value < float("inf")):
         raise ValueError(
-            f"weight is {value!r}, expected a finite number of 0 or more; to leave a micro-batch "
-            "out type weight=0."
+            f"weight is {float(weight)!r}, expected a number of 0 or more that is finite in "
+            "float32; to leave a micro-batch out type weight=0."
         )
     return value
 

@@ -46,7 +46,13 @@ class _ArraysOnly:
 
     def of(self, make: Branch) -> Callable[[], list[jax.Array]]:
         def arrays() -> list[jax.Array]:
-            leaves, self.treedef = jax.tree.flatten(make())
+            leaves, treedef = jax.tree.flatten(make())
+            if getattr(self, "treedef", treedef) != treedef:
+                raise TypeError(
+                    f"inner returned a tree of structure {treedef} where its other branch has "
+                    f"{self.treedef}; expected one structure from every update."
+                )
+            self.treedef = treedef
             is_data = [_checks.is_array(leaf) or _checks.is_key(leaf) for leaf in leaves]
             pairs = list(zip(leaves, is_data, strict=True))
             self.fixed = [None if data else leaf for leaf, data in pairs]

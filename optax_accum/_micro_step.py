@@ -11,7 +11,13 @@ import optax
 from optax_accum import _accumulator as acc
 from optax_accum import _checks
 from optax_accum._cond import cond, result_shapes
-from optax_accum._state import AccumulateState, like, outermost, own_buffers, trained
+from optax_accum._state import (
+    AccumulateState,
+    differentiated,
+    outermost_states,
+    own_buffers,
+    with_dtypes_of,
+)
 
 
 class Emit(NamedTuple):
@@ -51,8 +57,17 @@ UPDATES = Emit(updated=lambda updates, params: updates, idle=_zero_updates)
 PARAMS = Emit(updated=_applied, idle=lambda make, params, sums: params)
 
 
+HIDDEN = (
+    "a wrapper that takes no extra arguments stands around accumulate, so weight= and last= would "
+    "not reach its window; put the wrapper inside, accumulate(wrapper(inner), k)."
+)
+
+
 class Settings(NamedTuple):
+    """What `accumulate` was given, checked."""
+
     inner: optax.GradientTransformationExtraArgs
+    takes_extra: bool  # whether inner takes extra arguments by itself
     k: int | Callable[[Any], Any]
     loss_reduction: str
     accumulator_dtype: Any
@@ -65,6 +80,8 @@ class Settings(NamedTuple):
 
 
 class Call(NamedTuple):
+    """One call's arguments, checked."""
+
     grads: optax.Updates
     params: optax.Params | None
     weight: jax.Array | None  # shape=(), dtype=jnp.float32
@@ -92,6 +109,7 @@ def check_settings(
     _checks.choice("nonfinite", nonfinite, _checks.NONFINITE_POLICIES)
     return Settings(
         optax.with_extra_args_support(inner),
+        isinstance(inner, optax.GradientTransformationExtraArgs),
         k if callable(k) else _checks.integer_k(k),
         loss_reduction,
         _checks.accumulator_dtype(accumulator_dtype),
@@ -100,21 +118,24 @@ def check_settings(
 
 
 def init(settings: Settings, params: optax.Params) -> AccumulateState:
-    window = acc.open_window(trained(params), settings.accumulator_dtype)
+    inner_state = settings.inner.init(params)
+    if outermost_states(inner_state) and not settings.takes_extra:
+        raise TypeError(HIDDEN)
+    window = acc.open_window(differentiated(params), settings.accumulator_dtype)
     if settings.k == 1:
         window = window._replace(grad_sum=None)
     return AccumulateState(
         micro_step=jnp.zeros([], jnp.int32),
         k=settings.read_k(jnp.zeros([], jnp.int32)),
         update_step=jnp.zeros([], jnp.int32),
-        inner_state=own_buffers(settings.inner.init(params)),
+        inner_state=own_buffers(inner_state),
         updated=jnp.zeros([], bool),
         skipped=jnp.zeros([], jnp.int32),
         **window._asdict(),
     )
 
 
-def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Call) -> Any:
+def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) -> Any:
     """Add one micro-gradient; where that fills the window, close it and run inner."""
     part = acc.judge(
         call.grads,
@@ -131,13 +152,13 @@ def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Cal
     window = acc.add(state.window, part, call.grads, call.value, clocks)
 
     def close() -> Any:
-        params = trained(call.params)
+        params = differentiated(call.params)
         return acc.close(window, call.grads, params, call.loss_reduction)
 
     run, idle, empty = _branches(settings, emit, state, call, window, close)
 
     def boundary() -> Any:
-        ok, lost = acc.healthy(window, call.known_weight, settings.nonfinite)
+        ok, lost = acc.may_update(window, call.known_weight, settings.nonfinite)
         return *cond(ok, run, empty), lost
 
     def inside() -> Any:
@@ -149,7 +170,7 @@ def micro_step(settings: Settings, emit: Emit, state: AccumulateState, call: Cal
         k=k,
         inner_state=inner_state,
         skipped=state.skipped + jnp.asarray(part.dropped).astype(jnp.int32) + lost,
-        **acc.reset(window, full)._asdict(),
+        **acc.reopen(window, full)._asdict(),
     )
     return result, _clocks(settings, state, full, updated)
 
@@ -164,11 +185,11 @@ def _bufferless(
     """A static k=1: every micro-step is a window, and its gradient is the window's."""
 
     def close() -> Any:
-        return acc.pass_through(part, call.grads, call.loss_reduction)
+        return acc.close_single(part, call.grads, call.loss_reduction)
 
-    one = acc.tally(acc.empty(call.grads), part, call.value)
+    one = acc.add_scalars(acc.fresh(call.grads), part, call.value)
     run, _, empty = _branches(settings, emit, state, call, one, close)
-    ok, lost = acc.healthy_alone(part, call.grads, settings.nonfinite)
+    ok, lost = acc.may_update_single(part, call.grads, settings.nonfinite)
     result, inner_state, updated = cond(ok, run, empty)
     state = state._replace(
         inner_state=inner_state,
@@ -199,11 +220,11 @@ def _branches(
     Each returns (result, inner_state, updated).
     """
     inner, params = settings.inner, call.params
-    nested = bool(outermost(state.inner_state))
+    nested = bool(outermost_states(state.inner_state))
 
     def update(gradient: optax.Updates, extra: dict[str, Any]) -> tuple[Any, Any]:
         updates, inner_state = inner.update(gradient, state.inner_state, params, **extra)
-        return emit.updated(updates, params), like(inner_state, state.inner_state)
+        return emit.updated(updates, params), with_dtypes_of(inner_state, state.inner_state)
 
     def run() -> Any:
         gradient = close()
@@ -211,11 +232,12 @@ def _branches(
         if nested:
             extra["last"] = call.last
             if call.loss_reduction != "sum":
-                extra.update(weight=window.weight_sum, gradient_is_a_mean=True)
-        if call.value is not None or call.known_weight == 0:
-            extra["value"] = acc.mean_value(window, call.loss_reduction)
+                extra.update(weight=window.weight_sum, from_outer_mean=True)
         if "grad" in extra:
             extra["grad"] = gradient
+        missing = call.value is None and call.known_weight == 0
+        if call.value is not None or (missing and needs_value(lambda: update(gradient, extra))):
+            extra["value"] = acc.mean_value(window, call.loss_reduction)
         return *update(gradient, extra), True
 
     shapes = functools.cache(lambda: result_shapes(lambda: run()[0]))
@@ -226,12 +248,21 @@ def _branches(
     def flush_nested() -> Any:
         zeros = jax.tree.map(jnp.zeros_like, close())
         result, inner_state = update(zeros, {**call.extra, "weight": 0.0, "last": True})
-        nested = [jnp.asarray(each.updated) for each in outermost(inner_state)]
+        nested = [jnp.asarray(each.updated) for each in outermost_states(inner_state)]
         return result, inner_state, jnp.stack(nested).any()
 
     if not nested or call.last is False:
         return run, idle, idle
     return run, idle, lambda: cond(call.last, flush_nested, idle)
+
+
+def needs_value(update: Callable[[], Any]) -> bool:
+    """Whether inner cannot run without a `value`: a flush has none of its own to give."""
+    try:
+        result_shapes(update)
+    except TypeError as error:
+        return "'value'" in str(error)
+    return False
 
 
 def checked_call(
@@ -242,7 +273,7 @@ def checked_call(
     weight: Any = None,
     last: Any = False,
     value: Any = None,
-    gradient_is_a_mean: bool = False,  # an outer accumulate says so
+    from_outer_mean: bool = False,  # said by an outer accumulate, whose gradients are means
     **extra: Any,
 ) -> Call:
     if not isinstance(state, AccumulateState):
@@ -261,7 +292,8 @@ def checked_call(
     known = 1.0
     if weight is not None:
         checked = _checks.real_scalar("weight", weight)
-        known, weight = _checks.known_weight(weight), checked
+        known = None if from_outer_mean else _checks.known_weight(weight)
+        weight = checked
     if settings.loss_reduction == "sum" and known != (1.0 if weight is None else 0):
         raise ValueError(
             "weight was given with loss_reduction='sum', whose gradients are summed as they are; "
@@ -276,5 +308,5 @@ def checked_call(
     if value is not None:
         value = _checks.real_scalar("value", value)
     last = _checks.scalar_flag("last", last)
-    reduction = "mean" if gradient_is_a_mean else settings.loss_reduction
+    reduction = "mean" if from_outer_mean else settings.loss_reduction
     return Call(grads, params, weight, known, last, value, reduction, extra)

@@ -24,9 +24,8 @@ _OTHER = "over other devices"
 _MOVES = "no reduction"
 
 _ONCE = (
-    "pass axis_name= (code inside shard_map) or mesh= (global view), so that sums stay on their "
-    "device and a window is reduced once; in your own shard_map with check_vma=True make the "
-    'parameters varying first, jax.lax.pcast(params, axis, to="varying")'
+    "sum on each device inside your own shard_map and psum once, after the loop; with "
+    'check_vma=True make the parameters varying first, jax.lax.pcast(params, axis, to="varying")'
 )
 
 

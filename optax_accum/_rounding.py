@@ -34,14 +34,18 @@ def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _hash(shape: tuple[int, ...], clocks: tuple[Any, ...]) -> jax.Array:
-    """32 random bits an element, from its index and the clocks."""
+    """32 random bits an element, from its index and the clocks.
+
+    The index is scaled by the seed too: shifted alone, the streams of two clocks would be parts of
+    one sequence.
+    """
     seed = jnp.zeros([], jnp.uint32)
     for clock in clocks:
         seed = _mix(seed ^ jnp.asarray(clock).astype(jnp.uint32))
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         index = index * np.uint32(size & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return _mix(index + seed)
+    return _mix(index * (seed | np.uint32(1)) + _mix(seed))
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import lax
 from optax_accum import _accumulator as acc
 from optax_accum import _aux, _checks, _engines, _shares, _split
 from optax_accum._cond import cond
-from optax_accum._state import like
+from optax_accum._state import with_dtypes_of
 
 
 class Stats(NamedTuple):
@@ -119,8 +119,9 @@ def evaluate(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with jax.named_scope("optax_accum.micro_steps"):
             carry, rows = lax.scan(lambda carry, row: step(carry, at(row)), carry, plan)
         if last is not None:
+            smaller = program._replace(shapes=_shapes(loss, primals, rest, state))
             with jax.named_scope("optax_accum.remainder"):
-                carry, tail = step(carry, last)
+                carry, tail = _micro_step(smaller, carry, last)
     return _finished(program, carry, rows, tail, whole)
 
 
@@ -228,7 +229,7 @@ def _engine(program: Program, one: Any) -> str:
 
 def _opened(program: Program) -> Carry:
     if program.engine == "alone":
-        window = acc.empty(None)
+        window = acc.fresh(None)
     else:
         window = acc.open_window(program.primals, program.settings.accumulator_dtype)
     wide = acc.promoted(program.shapes[0].dtype, jnp.float32)
@@ -265,7 +266,7 @@ def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Car
     part = acc.judge(grads, micro_batch.weight, known, "sum", settings.nonfinite)
     part = part._replace(scale=micro_batch.seed if narrow else None)
     value = value.astype(seed.dtype) * (1 if narrow else seed)
-    window = acc.tally(carry.window, part, value)
+    window = acc.add_scalars(carry.window, part, value)
     if program.engine == "carry":
         salt = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
         sums = acc.add_sums(sums, part, grads, False, (micro_batch.index, salt))
@@ -275,7 +276,9 @@ def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Car
     totals = _aux.combine(program.how, carry.totals, aux, micro_batch.fraction)
     totals = _kept(part.keep, totals, carry.totals)
     if program.state is not None:
-        state = _kept(part.keep, like(state, carry.state, "the model's state"), carry.state)
+        state = _kept(
+            part.keep, with_dtypes_of(state, carry.state, "the model's state"), carry.state
+        )
     if part.keep is not True:
         aux_rows = _kept(part.keep, aux_rows, jax.tree.map(jnp.zeros_like, aux_rows))
     merged = settings.merge_state is not None

@@ -36,15 +36,15 @@ class AccumulateState(NamedTuple):
         return acc.Window(*(getattr(self, name) for name in acc.Window._fields))
 
 
-def outermost(state: Any) -> list[AccumulateState]:
+def outermost_states(state: Any) -> list[AccumulateState]:
     """The AccumulateStates of a state that are inside no other."""
     is_ours = lambda node: isinstance(node, AccumulateState)  # noqa: E731
     return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(leaf)]
 
 
-def found(state: Any) -> list[AccumulateState]:
-    """`outermost`, or an error where there is none."""
-    ours = outermost(state)
+def require_states(state: Any) -> list[AccumulateState]:
+    """`outermost_states`, or an error where there is none."""
+    ours = outermost_states(state)
     if not ours:
         raise ValueError(
             f"the state is a {type(state).__name__} without an AccumulateState; expected the state "
@@ -53,9 +53,9 @@ def found(state: Any) -> list[AccumulateState]:
     return ours
 
 
-def only(state: Any) -> AccumulateState:
+def the_state(state: Any) -> AccumulateState:
     """The one AccumulateState of a state."""
-    ours = found(state)
+    ours = require_states(state)
     if len(ours) > 1:
         raise ValueError(
             f"the state holds {len(ours)} AccumulateStates side by side, expected one; ask each "
@@ -64,7 +64,7 @@ def only(state: Any) -> AccumulateState:
     return ours[0]
 
 
-def trained(params: Any) -> Any:
+def differentiated(params: Any) -> Any:
     """The tree that gradients are shaped like."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
@@ -81,7 +81,7 @@ def own_buffers(inner_state: optax.OptState) -> optax.OptState:
     return jax.tree.map(own, inner_state)
 
 
-def like(new: Any, old: Any, what: str = "inner's state") -> Any:
+def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
     """A new state with the dtypes of the old one."""
 
     def cast(path: Any, old: Any, new: Any) -> Any:

@@ -1,5 +1,6 @@
 """The time driver: a window that stays open across calls, in the optimizer's state."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -9,15 +10,22 @@ import optax
 
 from optax_accum import _checks
 from optax_accum._micro_step import (
+    HIDDEN,
     PARAMS,
     UPDATES,
     Emit,
+    advance,
     check_settings,
     checked_call,
     init,
-    micro_step,
 )
-from optax_accum._state import AccumulateState, found, only, trained
+from optax_accum._state import (
+    AccumulateState,
+    differentiated,
+    outermost_states,
+    require_states,
+    the_state,
+)
 
 Batch = TypeVar("Batch")
 
@@ -36,8 +44,9 @@ def accumulate(
     call that fills the window closes it and returns inner's updates::
 
         for i in range(k):
-            window = add(window, weight[i], grads[i])
-        gradient = sum(weight * grads) / sum(weight)
+            window += weight[i] * grads[i]
+            total += weight[i]
+        gradient = window / total
         updates, inner_state = inner.update(gradient, inner_state, params)
 
     Put everything that should count updates (schedules, weight decay, clipping, EMA, noise) into
@@ -50,7 +59,9 @@ def accumulate(
       the micro-batch is left out before anything looks at its gradients. A traced weight below 0
       or not finite makes the micro-gradient count as not finite.
     * `last`: a bool; True closes the window with this micro-batch, full or not.
-    * `value`: the micro-batch's loss; inner gets the window's, combined like the gradients.
+    * `value`: the micro-batch's loss, given in every call or in none; inner gets the window's,
+      combined like the gradients. A `grad` is replaced by the window's gradient. Every other extra
+      argument reaches inner as the closing call gave it.
 
     Under `jax.vmap` over states the branch becomes a select: the values are right, and inner's
     cost is paid at every micro-step.
@@ -97,14 +108,14 @@ def accumulate(
 
     def run(emit: Emit, grads: Any, state: Any, params: Any, **arguments: Any) -> Any:
         call = checked_call(settings, grads, state, params, **arguments)
-        return micro_step(settings, emit, state, call)
+        return advance(settings, emit, state, call)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **arguments: Any) -> Any:
         return run(UPDATES, updates, state, params, **arguments)
 
-    transformation = _Accumulate(init_fn, update_fn)
-    transformation.run = run
-    return transformation
+    # How apply_gradients finds it.
+    update_fn.in_place = functools.partial(run, PARAMS)  # pyright: ignore[reportFunctionMemberAccess]
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def apply_gradients(
@@ -148,12 +159,14 @@ def apply_gradients(
       >>> params.tolist()
       [0.5, 1.5]
     """
-    if isinstance(tx, _Accumulate):
-        return tx.run(PARAMS, grads, state, params, weight=weight, last=last, **extra)
+    in_place = getattr(tx.update, "in_place", None)
+    if in_place is not None:
+        return in_place(grads, state, params, weight=weight, last=last, **extra)
     if weight is not None:
         extra["weight"] = weight
     if last is not False:
         extra["last"] = last
+    tx = _taking_extra(tx) if "weight" in extra or "last" in extra else tx
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
@@ -198,16 +211,24 @@ def flush(
       >>> updates.tolist()
       [-1.0, -1.0]
     """
-    found(state)
+    require_states(state)
+    if {"weight", "last"} & extra.keys():
+        raise TypeError(
+            f"flush got {sorted({'weight', 'last'} & extra.keys())}, expected neither: it adds "
+            "nothing and always closes; for one more micro-batch type tx.update(..., last=True)."
+        )
 
     def zeros(param: Any) -> Any:
         if not _checks.is_array(param):
             return None
         return jnp.zeros_like(param, dtype=jnp.result_type(param))
 
-    grads = jax.tree.map(zeros, trained(params))
-    tx = optax.with_extra_args_support(tx)
-    return tx.update(grads, state, params, weight=0.0, last=True, **extra)
+    grads = jax.tree.map(zeros, differentiated(params))
+    updates, state = _taking_extra(tx).update(grads, state, params, weight=0.0, last=True, **extra)
+    for left in outermost_states(state):
+        if not _checks.is_traced(left.micro_step) and jnp.any(jnp.asarray(left.micro_step)):
+            raise TypeError(HIDDEN)
+    return updates, state
 
 
 def has_updated(state: optax.OptState) -> jax.Array:
@@ -233,7 +254,7 @@ def has_updated(state: optax.OptState) -> jax.Array:
       >>> bool(oa.has_updated(state))
       True
     """
-    return jnp.asarray(only(state).updated)
+    return jnp.asarray(the_state(state).updated)
 
 
 def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -266,7 +287,7 @@ def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
             except StopIteration:
                 yield batch, True
                 return
-            except BaseException:
+            except Exception:
                 yield batch, False  # what the loader gave before it failed is not lost
                 raise
             yield batch, False
@@ -275,7 +296,7 @@ def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
     return marked()
 
 
-class _Accumulate(optax.GradientTransformationExtraArgs):
-    """The pair (init, update) that `accumulate` returns; `run` is update with a choice of Emit."""
-
-    run: Callable[..., tuple[Any, Any]]
+def _taking_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        raise TypeError(HIDDEN)
+    return tx

@@ -1,11 +1,9 @@
 """The command `optax-accum`: its arguments, and what is wrong with them."""
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 INTERRUPTED = 130  # what shells expect of a command that Ctrl-C ended
@@ -19,17 +17,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Ctrl-C as a note, where the exception could strike inside the callback of a program."""
-    noted: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _parser() -> argparse.ArgumentParser:

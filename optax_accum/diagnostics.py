@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum._state import only
+from optax_accum._state import AccumulateState, the_state
 
 
 def window(state: optax.OptState) -> dict[str, jax.Array]:
@@ -36,7 +36,14 @@ def window(state: optax.OptState) -> dict[str, jax.Array]:
       >>> int(log["micro_step"]), int(log["k"]), float(log["weight_sum"]), float(log["grad_norm"])
       (1, 4, 10.0, 5.0)
     """
-    ours = only(state)
+    ours = the_state(state)
+    log = _log
+    for _ in range(jnp.ndim(jnp.asarray(ours.weight_sum))):  # a vmapped state: lane by lane
+        log = jax.vmap(log)
+    return log(ours)
+
+
+def _log(ours: AccumulateState) -> dict[str, jax.Array]:
     return {
         "micro_step": jnp.asarray(ours.micro_step),
         "k": jnp.asarray(ours.k),

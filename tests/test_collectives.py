@@ -615,10 +615,8 @@ def test_sharded_leaves_need_their_sharding():
 def test_fails_where_a_tensor_parallel_program_reduces_in_the_loop():
     specs = {"w": P(None, "model"), "b": P("model")}
     grads = params(grid(), **specs)
-    message = assert_fails(
-        compiled(window, grads, batch(grid())), grads, mesh=grid(), match="inside a loop"
-    )
-    assert f"{BYTES // 2:,} bytes {K} times" in message or "and" in message
+    program = compiled(window, grads, batch(grid()))
+    assert_fails(program, grads, mesh=grid(), match="inside a loop")
 
 
 def test_without_a_mesh_other_axes_are_not_told_apart():

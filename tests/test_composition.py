@@ -1,5 +1,6 @@
 """`accumulate` inside and around what Optax and Flax offer, against NumPy or one big batch."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -534,8 +535,21 @@ def test_a_missing_value_is_the_error_of_plain_inner(k):
 def test_flush_gives_the_mean_value_of_what_was_added():
     tx = oa.accumulate(recorder(), 4)
     params, state = train(tx, gradients(2), value=[1.0, 5.0])
-    _, state = oa.flush(tx, state, params)
+    _, state = oa.flush(tx, state, params, value=100.0)  # not counted: it has no weight
     assert float(state.inner_state.value) == 3.0
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_flush_gives_a_value_to_an_inner_that_cannot_do_without(jit):
+    def update(updates, state, params=None, *, value, **extra):
+        return updates, value
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros([]), update)
+    tx = oa.accumulate(inner, 4)
+    params, state = train(tx, gradients(2), value=[1.0, 5.0])
+    flush = functools.partial(oa.flush, tx)
+    _, state = (jax.jit(flush) if jit else flush)(state, params)
+    assert float(state.inner_state) == 3.0
 
 
 def test_reduce_on_plateau_inside():

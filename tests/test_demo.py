@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_accum
-from optax_accum import cli, demo
+from optax_accum import _report, cli, demo
 
 SMALL = ["--updates", "12", "--global-batch", "16", "--k", "4"]
 
@@ -63,7 +63,7 @@ def test_ctrl_c_shows_what_there_is(tmp_path, monkeypatch, capsys):
         return update(*arguments)
 
     monkeypatch.setattr(demo, "LAYERS", 0)
-    monkeypatch.setattr(demo, "LINES", demo.LINES[:2])
+    monkeypatch.setattr(_report, "LINES", _report.LINES[:2])
     monkeypatch.setattr(demo, "planned", lambda *arguments: planned(*arguments)[:2])
     monkeypatch.setattr(demo, "update", interrupted_in_the_third_update)
     before = signal.getsignal(signal.SIGINT)
@@ -162,6 +162,8 @@ def test_mistakes_are_answered_with_the_remedy(arguments, message, capsys):
 def test_missing_extras_are_named_with_the_command_to_type(extra, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "optax_accum.demo")
     monkeypatch.delattr(optax_accum, "demo")
+    monkeypatch.delitem(sys.modules, "optax_accum._report")
+    monkeypatch.delattr(optax_accum, "_report")
     monkeypatch.setitem(sys.modules, extra, None)
     assert cli.main(["demo"]) == 1
     printed = capsys.readouterr()

@@ -16,7 +16,8 @@ MODULES = ["optax_accum"] + [
     for module in pkgutil.iter_modules(optax_accum.__path__)
     if module.name != "__main__"
 ]
-BLOCKS = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+README = (PROJECT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -30,6 +31,10 @@ def test_docstring_examples(name):
 )
 def test_every_public_function_has_an_example(function):
     assert ">>>" in getattr(optax_accum, function).__doc__
+
+
+def test_readme_has_no_gaps():
+    assert not re.search(r"@\w+@|TODO", README)
 
 
 def test_readme_blocks():

@@ -103,10 +103,12 @@ class TestUpdate:
             (np.ones((1, 1)), TypeError, "weight.sum()"),
             (1j, TypeError, "expected one real number"),
             ("3", TypeError, "expected one real number"),
-            (-1.0, ValueError, "finite number of 0 or more"),
+            (-1.0, ValueError, "expected a number of 0 or more"),
             (float("nan"), ValueError, "weight=0"),
             (float("inf"), ValueError, "weight=0"),
             (np.float32(-2), ValueError, "weight is -2.0"),
+            (1e39, ValueError, "finite in float32"),
+            (-1e-50, ValueError, "weight is -1e-50"),
         ],
     )
     def test_weight(self, jit, k, weight, error, shown):

@@ -191,6 +191,7 @@ def by_apply_gradients(tx: Any, feed: Feed, state: Any, params: Any, **extra: An
 
 def micro_step_of(tx: Any, optimizer: Optimizer, path: Any, types: Any) -> Callable[..., Any]:
     """A body for `lax.scan`; it checks what scan forgives, a weak type."""
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(types))
 
     def micro_step(carry: Any, feed: Feed) -> Any:
         params, state = carry
@@ -336,6 +337,32 @@ def test_link_in_scan_of_mixed_dtypes(optimizer):
 def test_inner_runs_once_a_window(driver):
     adamw = next(row for row in OPTIMIZERS if row.id == "adamw")
     run(adamw, SINGLE, by_update, driver)
+
+
+def mirror() -> optax.GradientTransformationExtraArgs:
+    """Its updates are what it was given."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {"gradient": updates, "params": params, **extra}, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_inner_is_given_what_a_whole_batch_gives(pair):
+    """And no argument more. In the last place NumPy's mean and the window's may differ."""
+    with pair.x64():
+        tx, params = oa.accumulate(mirror(), K), initial_params(OPTIMIZERS[0], pair, lane=0)
+        state, (every, whole) = tx.init(params), feeds(pair, lane=0)
+        for i in range(K):
+            feed = at(every, i)
+            extra = {"value": feed.value, "grad": feed.grads, "other": np.int32(i)}
+            got, state = jit(tx.update)(feed.grads, state, params, **extra)
+    mean, value = at(whole.grads, 0), whole.value[0]
+    want = {"gradient": mean, "grad": mean, "value": value, "other": np.int32(K - 1)}
+    want["params"] = params
+    eps = float(jnp.finfo(pair.promoted).eps)
+    assert_close(*jax.tree.map(numbers, (got, want)), lambda want: 2 * eps * np.abs(want).max())
 
 
 # Of gradients of 1 these descend by their learning rate alone.

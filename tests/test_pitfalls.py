@@ -211,12 +211,6 @@ def test_noise_is_drawn_once_a_window():
     assert abs(float(jnp.std(emitted[-1])) - 1.0) < 0.05
 
 
-def test_train_state_like_clocks():
-    emitted, _, state = feed(sgd(4), jnp.zeros([]), [1.0] * 4)
-    del emitted
-    assert updated(state) and int(state.update_step) == 1
-
-
 def test_inner_runs_once_a_window():
     counter = [0]
     inner = optax.chain(count_inner(counter), optax.sgd(1.0))
@@ -342,8 +336,13 @@ def test_float16_sums_do_not_overflow():
 
 
 def test_loss_scale_changed_inside_a_window():
+    """Each micro-gradient is unscaled by its own scale, before it is added."""
     scales = [1024.0, 1024.0, 512.0, 512.0]
-    emitted, _, _ = feed(sgd(4), jnp.zeros([]), [scale * 1.0 / scale for scale in scales])
+    scaled = [jax.grad(lambda w, s=scale: s * w)(jnp.zeros([])) for scale in scales]
+    emitted, _, _ = feed(sgd(4), jnp.zeros([]), scaled)
+    assert moves(emitted)[-1] / scales[-1] == 1.5  # what unscaling the window gives
+    unscaled = [grad / scale for grad, scale in zip(scaled, scales, strict=True)]
+    emitted, _, _ = feed(sgd(4), jnp.zeros([]), unscaled)
     assert moves(emitted)[-1] == 1.0
 
 
