@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _accumulator as acc
-from optax_accum import _checks
+from optax_accum import _checks, _fits
 
 REDUCERS = ("mean", "sum", "max", "min", "last", "stack", "concat")
 _KEPT = ("stack", "concat")  # every micro-step's own is given back
@@ -19,7 +18,7 @@ def reducers(spec: Any, shapes: Any) -> list[str]:
         for path, leaf in leaves:
             if not _checks.is_scalar(leaf, jnp.floating):
                 raise ValueError(
-                    f"aux{acc.at(path)} is {_checks.described(leaf)}: only floating scalars are "
+                    f"aux{_fits.at(path)} is {_checks.described(leaf)}: only floating scalars are "
                     f"averaged unasked; type aux= one of {', '.join(map(repr, REDUCERS))}, or a "
                     "tree prefix of them."
                 )
@@ -90,7 +89,7 @@ def _initial(reducer: str, leaf: Any) -> Any:
     if reducer in _KEPT:
         return None
     if reducer == "mean":
-        return jnp.zeros(leaf.shape, acc.promoted(dtype, jnp.float32))
+        return jnp.zeros(leaf.shape, _fits.promoted(dtype, jnp.float32))
     if reducer in ("max", "min"):
         return jnp.full(leaf.shape, _extreme(dtype, reducer == "max"), dtype)
     if reducer == "sum" and dtype == jnp.bool_:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _accumulator as acc
+from optax_accum import _fits
 
 ENGINES = ("auto", "carry", "refs")
 Loss = Callable[..., tuple[jax.Array, Any]]  # differentiated arguments -> (loss, aux)
@@ -30,6 +30,7 @@ def into_refs(
     """(loss, aux, sums with the micro-gradient added), the sums written in place."""
     refs = jax.tree.map(jax.new_ref, sums)
     value, backward, aux = jax.vjp(loss, *primals, has_aux=True)
+    backward: Any  # jax annotates a plain function, which has no with_refs
     backward.with_refs(*refs)(jnp.asarray(seed).astype(value.dtype))
     return value, aux, jax.tree.map(jax.freeze, refs)
 
@@ -55,7 +56,7 @@ def obstacle(
     ):
         if total.dtype != jnp.result_type(primal):
             return (
-                f"the window{acc.at(path)} is {total.dtype.name} and its parameter "
+                f"the window{_fits.at(path)} is {total.dtype.name} and its parameter "
                 f"{jnp.result_type(primal).name}, and refs add in the parameter's dtype; keep "
                 "float32 parameters and cast them inside the layers, or type engine='carry'"
             )

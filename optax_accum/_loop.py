@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from optax_accum import _checks, _engines, _split
-from optax_accum._scan import Settings, evaluate
+from optax_accum._program import Settings
+from optax_accum._scan import evaluate
 
 
 def value_and_grad(
@@ -135,8 +136,10 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         _check_count(settings, args)
         outcome = evaluate(settings, args, kwargs)
-        grads = outcome.grads[0] if isinstance(argnums, int) else outcome.grads
-        value = (outcome.loss,)
+        grads = outcome.grads
+        if isinstance(argnums, int):
+            (grads,) = grads
+        value: tuple[Any, ...] = (outcome.loss,)
         if state_argnum is not None and has_aux:
             value += ((outcome.state, outcome.aux),)
         elif state_argnum is not None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _accumulator as acc
+from optax_accum import _fits
 
 
 def shares(loss_reduction: str, whole: jax.Array, dtype: Any) -> Callable[[Any], tuple[Any, Any]]:
@@ -36,8 +37,8 @@ def correction(
         return lambda total: total
 
     def correct(total: jax.Array) -> jax.Array:
-        wide = acc.promoted(total.dtype, jnp.float32)
-        ratio = whole.astype(acc.real(wide)) * acc.reciprocal(kept, acc.real(wide))
+        wide = _fits.promoted(total.dtype, jnp.float32)
+        ratio = whole.astype(_fits.real(wide)) * acc.reciprocal(kept, _fits.real(wide))
         return total * ratio.astype(total.dtype)
 
     return correct
@@ -49,7 +50,7 @@ def alone(part: acc.Contribution, grads: Any) -> Any:
 
     def one(grad: jax.Array) -> jax.Array:
         if scale is not None:
-            grad = (grad.astype(acc.promoted(grad.dtype, jnp.float32)) * scale).astype(grad.dtype)
+            grad = (grad.astype(_fits.promoted(grad.dtype, jnp.float32)) * scale).astype(grad.dtype)
         return grad if part.keep is True else jnp.where(part.keep, grad, 0)
 
     return jax.tree.map(one, grads)

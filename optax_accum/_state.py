@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks
+from optax_accum import _checks, _fits
 from optax_accum._cond import strong
 
 
@@ -89,7 +89,7 @@ def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
             return new
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
-                f"{what}{acc.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
+                f"{what}{_fits.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
                 "in its update; expected a state whose shapes are fixed by init."
             )
         return jnp.asarray(new).astype(jnp.result_type(old))
