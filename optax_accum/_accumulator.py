@@ -8,7 +8,6 @@
 Sums are kept, never a running mean, so a window may be closed after any number of micro-steps.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 
 from optax_accum import _checks
+from optax_accum._fits import aligned, check_kept, is_none, promoted, real, window_dtype
 from optax_accum._rounding import round_to
 
 
@@ -43,29 +43,6 @@ class Contribution(NamedTuple):
     dropped: bool | jax.Array  # True: kept out because it was not finite
 
 
-def is_none(x: Any) -> bool:
-    return x is None
-
-
-def promoted(*dtypes: Any) -> Any:
-    """Their common dtype, whatever promotion mode the user has set."""
-    with jax.numpy_dtype_promotion("standard"):
-        try:
-            return functools.reduce(jnp.promote_types, dtypes)
-        except ValueError:  # an 8-bit float promotes with nothing but itself
-            wide = [jnp.float32 if jnp.dtype(dtype).itemsize == 1 else dtype for dtype in dtypes]
-            return functools.reduce(jnp.promote_types, wide)
-
-
-def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
-    """The dtype in which gradients of `dtype` are summed."""
-    if accumulator_dtype is None:
-        return promoted(dtype, jnp.float32)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return accumulator_dtype
-    return _real(accumulator_dtype)
-
-
 def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
     """An empty window: zeros of the parameters' shapes and shardings."""
 
@@ -74,7 +51,7 @@ def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
             return None
         dtype = jnp.result_type(param)
         wide = window_dtype(dtype, accumulator_dtype)
-        _check_kept(path, "parameter", dtype, wide, accumulator_dtype)
+        check_kept(path, "parameter", dtype, wide, accumulator_dtype)
         return jnp.zeros_like(param, dtype=wide)
 
     return fresh(jax.tree_util.tree_map_with_path(zeros, params))
@@ -84,36 +61,6 @@ def fresh(grad_sum: optax.Updates | None) -> Window:
     """A window around sums that are zero already. Each scalar is a buffer of its own."""
     zero = lambda: jnp.zeros([], jnp.float32)  # noqa: E731 (four words, four buffers)
     return Window(grad_sum, zero(), zero(), zero(), jnp.zeros([], jnp.int32))
-
-
-def check_gradients(window: Window, grads: optax.Updates, accumulator_dtype: Any) -> None:
-    """Raise unless `grads` have the window's structure and shapes, and dtypes it can hold."""
-    sums = aligned(grads, window.grad_sum)
-    paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
-    for (path, grad), total in zip(paths, sums, strict=True):
-        if grad is None or not _checks.is_array(grad):
-            continue
-        if not _checks.is_array(total):
-            raise ValueError(
-                f"a gradient{at(path)} meets no sum in the window: its parameter was None or no "
-                "array; call tx.init with the tree that is differentiated."
-            )
-        if jnp.shape(grad) != total.shape:
-            raise ValueError(_shape_message(path, jnp.shape(grad), total.shape))
-        _check_kept(path, "gradient", jnp.result_type(grad), total.dtype, accumulator_dtype)
-
-
-def aligned(grads: optax.Updates, other: Any) -> list[Any]:
-    """What `other` holds at each gradient, None ones included."""
-    treedef = jax.tree.structure(grads, is_leaf=is_none)
-    try:
-        return treedef.flatten_up_to(other)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"the gradients' structure is {jax.tree.structure(grads)}, expected that of the "
-            f"parameters, {jax.tree.structure(other)}; differentiate the same tree that tx.init "
-            "and tx.update get, or call tx.init again."
-        ) from error
 
 
 def reopen(window: Window, full: Any) -> Window:
@@ -159,16 +106,26 @@ def add(
     """The window with one micro-gradient more."""
     if part.keep is False:
         return window
-    first = window.kept == 0
+    sums = add_sums(window.grad_sum, part, grads, window.kept == 0, clocks)
+    return add_scalars(window, part, value)._replace(grad_sum=sums)
+
+
+def add_sums(
+    grad_sum: Any,
+    part: Contribution,
+    grads: optax.Updates,
+    first: bool | jax.Array,
+    clocks: tuple[jax.Array, jax.Array],
+) -> Any:
+    """The sums with one micro-gradient more; the first one overwrites them."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
-    sums = treedef.flatten_up_to(window.grad_sum)
-    grad_sum = treedef.unflatten(
+    sums = treedef.flatten_up_to(grad_sum)
+    return treedef.unflatten(
         total
         if grad is None or not _checks.is_array(grad)
         else _add_leaf(total, grad, part, first, (*clocks, i))
         for i, (total, grad) in enumerate(zip(sums, leaves, strict=True))
     )
-    return add_scalars(window, part, value)._replace(grad_sum=grad_sum)
 
 
 def add_scalars(window: Window, part: Contribution, value: Any) -> Window:
@@ -199,7 +156,7 @@ def close(window: Window, grads: optax.Updates, params: Any, loss_reduction: str
         wide = promoted(total.dtype, jnp.float32)
         total = total.astype(wide)
         if loss_reduction != "sum":
-            total = total * _reciprocal(window.weight_sum, wide)
+            total = total * reciprocal(window.weight_sum, wide)
         return total.astype(promoted(jnp.result_type(grad), jnp.result_type(param)))
 
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
@@ -213,7 +170,7 @@ def mean_value(window: Window, loss_reduction: str) -> Any:
     value = window.value_sum
     if loss_reduction != "sum":
         weight = window.value_weight if loss_reduction == "mean" else window.weight_sum
-        value = value * _reciprocal(weight, jnp.float32)
+        value = value * reciprocal(weight, jnp.float32)
     if _checks.is_traced(window.value_weight):
         return jnp.where(window.value_weight == 0, jnp.nan, value)
     return value if float(window.value_weight) else np.float32(np.nan)  # no array: jax_debug_nans
@@ -248,7 +205,7 @@ def close_single(part: Contribution, grads: optax.Updates, loss_reduction: str) 
         grad = jnp.asarray(grad)
         if loss_reduction == "sum_over_weight":
             wide = promoted(grad.dtype, jnp.float32)
-            return (grad.astype(wide) * _reciprocal(part.weight, wide)).astype(grad.dtype)
+            return (grad.astype(wide) * reciprocal(part.weight, wide)).astype(grad.dtype)
         if part.scale is None or not _checks.is_traced(part.weight):
             return grad
         return jnp.where(jnp.isnan(part.weight), jnp.asarray(jnp.nan, grad.dtype), grad)
@@ -266,7 +223,7 @@ def mean_norm(window: Window) -> jax.Array:
         return jnp.zeros([], jnp.float32)
     wide = promoted(*(square.dtype for square in squares), jnp.float32)
     norm = jnp.sqrt(sum(square.astype(wide) for square in squares))
-    return jnp.where(window.kept == 0, 0, norm * _reciprocal(window.weight_sum, wide))
+    return jnp.where(window.kept == 0, 0, norm * reciprocal(window.weight_sum, wide))
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -281,13 +238,14 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def _add_leaf(
-    total: jax.Array, grad: Any, part: Contribution, first: jax.Array, clocks: Any
+    total: jax.Array, grad: Any, part: Contribution, first: bool | jax.Array, clocks: Any
 ) -> jax.Array:
     wide = promoted(total.dtype, jnp.float32)
     term = jnp.asarray(grad).astype(wide)
     if part.scale is not None:
         term = term * part.scale.astype(wide)
-    new = jnp.where(first, term, total.astype(wide) + term)
+    new = total.astype(wide) + term
+    new = new if first is False else jnp.where(first, term, new)
     return _where(part.keep, round_to(new, total.dtype, clocks), total)
 
 
@@ -295,43 +253,6 @@ def _where(keep: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if keep is True else jnp.where(keep, new, old)
 
 
-def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
-    weight = jnp.asarray(weight).astype(_real(dtype))
+def reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
+    weight = jnp.asarray(weight).astype(real(dtype))
     return jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight)).astype(dtype)
-
-
-def _real(dtype: Any) -> Any:
-    return jnp.finfo(dtype).dtype
-
-
-def _check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype: Any) -> None:
-    """Raise where a sum of dtype `total` would lose what `dtype` holds, unasked."""
-    complex_lost = jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
-        total, jnp.complexfloating
-    )
-    digits_lost = accumulator_dtype is None and (
-        jnp.finfo(promoted(dtype, jnp.float32)).bits > jnp.finfo(total).bits
-    )
-    if complex_lost or digits_lost:
-        remedy = f"type accumulator_dtype=jnp.{promoted(dtype, total).name}, or cast it"
-        if complex_lost and what == "gradient":
-            remedy = "take its real part, or give it a complex parameter"
-        raise TypeError(
-            f"a {what}{at(path)} is {jnp.dtype(dtype).name}, which a {jnp.dtype(total).name} "
-            f"window cannot hold; {remedy}."
-        )
-
-
-def _shape_message(path: Any, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    message = f"a gradient{at(path)} has shape {got}, expected its parameter's, {expected}; "
-    if got[1:] == expected and got:
-        return message + (
-            "these look like per-example gradients: aggregate them first, "
-            "optax.chain(optax.contrib.differentially_private_aggregate(...), "
-            "accumulate(inner, k))."
-        )
-    return message + "differentiate the same tree that tx.init got, or call tx.init again."
-
-
-def at(path: Any) -> str:
-    return f" at {jax.tree_util.keystr(path)}" if path else ""

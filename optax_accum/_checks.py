@@ -34,6 +34,11 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.extended)
 
 
+def is_vmapped(x: Any) -> bool:
+    """Whether `x` is being mapped by `jax.vmap` right here; jax has no public test for it."""
+    return is_traced(x) and type(x).__name__ == "BatchTracer"
+
+
 def described(x: Any) -> str:
     """For messages: the dtype and shape of an array, the type of anything else."""
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_array(x) else type(x).__name__

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks
+from optax_accum import _checks, _fits
 from optax_accum._cond import cond, result_shapes
 from optax_accum._state import (
     AccumulateState,
@@ -50,7 +50,7 @@ def _applied(updates: optax.Updates, params: optax.Params) -> optax.Params:
             return param
         return optax.apply_updates(param, update)
 
-    return jax.tree.map(new, updates, params, is_leaf=acc.is_none)
+    return jax.tree.map(new, updates, params, is_leaf=_fits.is_none)
 
 
 UPDATES = Emit(updated=lambda updates, params: updates, idle=_zero_updates)
@@ -282,7 +282,7 @@ def checked_call(
             "returned; restore checkpoints into that structure: target=tx.init(params)."
         )
     if state.grad_sum is not None:
-        acc.check_gradients(state.window, grads, settings.accumulator_dtype)
+        _fits.check_gradients(state.grad_sum, grads, settings.accumulator_dtype)
     elif settings.k != 1 and jax.tree.leaves(grads):
         raise ValueError(
             f"the state holds no window, being made by accumulate(inner, k=1), and k is now "

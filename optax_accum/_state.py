@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks
+from optax_accum import _checks, _fits
 from optax_accum._cond import strong
 
 
@@ -81,15 +81,15 @@ def own_buffers(inner_state: optax.OptState) -> optax.OptState:
     return jax.tree.map(own, inner_state)
 
 
-def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """Inner's new state with the dtypes of its old one."""
+def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
+    """A new state with the dtypes of the old one."""
 
     def cast(path: Any, old: Any, new: Any) -> Any:
         if not _checks.is_array(old):
             return new
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
-                f"inner's state{acc.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
+                f"{what}{_fits.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
                 "in its update; expected a state whose shapes are fixed by init."
             )
         return jnp.asarray(new).astype(jnp.result_type(old))

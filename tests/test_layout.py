@@ -11,10 +11,12 @@ import optax_accum
 ROOT = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
     {"_axis", "_checks", "_device_groups", "_rounding"},
-    {"_accumulator", "_cond", "_hlo"},
-    {"_reductions", "_state"},
-    {"_micro_step"},
-    {"_transform"},
+    {"_cond", "_fits", "_hlo", "_split"},
+    {"_accumulator", "_reductions"},
+    {"_aux", "_engines", "_shares", "_state"},
+    {"_micro_step", "_program"},
+    {"_scan", "_transform"},
+    {"_loop"},
     {"_report", "diagnostics", "verify"},
     {"demo"},
     {"cli"},
@@ -84,6 +86,8 @@ def test_exports():
         "flush",
         "has_updated",
         "mark_last",
+        "Stats",
+        "value_and_grad",
         "verify",
     } | (names & set(MODULES))
     for name in names - set(MODULES):
@@ -91,7 +95,14 @@ def test_exports():
 
 
 def test_public_home():
-    for name in ("accumulate", "apply_gradients", "flush", "has_updated", "mark_last"):
+    for name in (
+        "accumulate",
+        "apply_gradients",
+        "flush",
+        "has_updated",
+        "mark_last",
+        "value_and_grad",
+    ):
         assert getattr(optax_accum, name).__module__ == "optax_accum"
     assert optax_accum.AccumulateState.__module__ == "optax_accum"
     assert importlib.import_module("optax_accum.diagnostics").window

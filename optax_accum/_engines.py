@@ -1,0 +1,86 @@
+"""How one micro-gradient gets into the window: after the backward pass, or inside it.
+
+    carry: window = add(window, gradient(loss, params) * seed)
+    refs:  the backward pass adds each layer's cotangent into the window's buffer, in place
+
+With refs no micro-gradient ever exists. All young jax API of this package stands here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _fits
+
+ENGINES = ("auto", "carry", "refs")
+Loss = Callable[..., tuple[jax.Array, Any]]  # differentiated arguments -> (loss, aux)
+
+
+def micro_gradient(loss: Loss, primals: tuple[Any, ...], seed: Any) -> tuple[Any, Any, Any]:
+    """(loss, aux, gradients), the backward pass started from `seed`."""
+    value, backward, aux = jax.vjp(loss, *primals, has_aux=True)
+    return value, aux, backward(jnp.asarray(seed).astype(value.dtype))
+
+
+def into_refs(
+    loss: Loss, primals: tuple[Any, ...], seed: Any, sums: tuple[Any, ...]
+) -> tuple[Any, Any, Any]:
+    """(loss, aux, sums with the micro-gradient added), the sums written in place."""
+    refs = jax.tree.map(jax.new_ref, sums)
+    value, backward, aux = jax.vjp(loss, *primals, has_aux=True)
+    backward: Any  # jax annotates a plain function, which has no with_refs
+    backward.with_refs(*refs)(jnp.asarray(seed).astype(value.dtype))
+    return value, aux, jax.tree.map(jax.freeze, refs)
+
+
+def obstacle(
+    trial: Loss,
+    batch: Any,
+    primals: tuple[Any, ...],
+    sums: Any,
+    nonfinite: str,
+    narrow_loss: bool,
+) -> str | None:
+    """Why refs cannot be used here, or None where they can. `trial` is the loss of (batch, *p)."""
+    if nonfinite == "skip_micro_step":
+        return (
+            "nonfinite='skip_micro_step' looks at each micro-gradient, and with refs there is "
+            "none; type nonfinite='skip_window', or engine='carry'"
+        )
+    if sums is None:
+        return "a static k=1 holds no window to add into; type engine='auto'"
+    for (path, total), primal in zip(
+        jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(primals), strict=True
+    ):
+        if total.dtype != jnp.result_type(primal):
+            return (
+                f"the window{_fits.at(path)} is {total.dtype.name} and its parameter "
+                f"{jnp.result_type(primal).name}, and refs add in the parameter's dtype; keep "
+                "float32 parameters and cast them inside the layers, or type engine='carry'"
+            )
+    if narrow_loss:
+        return (
+            "the loss is narrower than float32, so its weight cannot start the backward pass; "
+            "return loss.astype(jnp.float32), or type engine='carry'"
+        )
+    try:
+        jax.eval_shape(
+            lambda b, p, s: into_refs(lambda *p: trial(b, *p), p, 1.0, s), batch, primals, sums
+        )
+    except Exception as error:  # whatever this jax cannot do with refs in this loss
+        return f"jax {jax.__version__} cannot: {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def chosen(engine: str, why_not: Callable[[], str | None]) -> str:
+    """The engine to use; an error where refs are asked for and cannot be used."""
+    if engine == "carry":
+        return "carry"
+    reason = why_not()
+    if reason is None:
+        return "refs"
+    if engine == "refs":
+        raise ValueError(f"engine='refs' cannot be used here: {reason}.")
+    return "carry"

@@ -1,0 +1,100 @@
+"""Does a gradient fit its window? Structures, shapes and dtypes, before anything is added."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _checks
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def promoted(*dtypes: Any) -> Any:
+    """Their common dtype, whatever promotion mode the user has set."""
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            return functools.reduce(jnp.promote_types, dtypes)
+        except ValueError:  # an 8-bit float promotes with nothing but itself
+            wide = [jnp.float32 if jnp.dtype(dtype).itemsize == 1 else dtype for dtype in dtypes]
+            return functools.reduce(jnp.promote_types, wide)
+
+
+def window_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
+    """The dtype in which gradients of `dtype` are summed."""
+    if accumulator_dtype is None:
+        return promoted(dtype, jnp.float32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return accumulator_dtype
+    return real(accumulator_dtype)
+
+
+def real(dtype: Any) -> Any:
+    return jnp.finfo(dtype).dtype
+
+
+def check_gradients(grad_sum: Any, grads: optax.Updates, accumulator_dtype: Any) -> None:
+    """Raise unless `grads` have the window's structure and shapes, and dtypes it can hold."""
+    sums = aligned(grads, grad_sum)
+    paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
+    for (path, grad), total in zip(paths, sums, strict=True):
+        if grad is None or not _checks.is_array(grad):
+            continue
+        if not _checks.is_array(total):
+            raise ValueError(
+                f"a gradient{at(path)} meets no sum in the window: its parameter was None or no "
+                "array; call tx.init with the tree that is differentiated."
+            )
+        if jnp.shape(grad) != total.shape:
+            raise ValueError(_shape_message(path, jnp.shape(grad), total.shape))
+        check_kept(path, "gradient", jnp.result_type(grad), total.dtype, accumulator_dtype)
+
+
+def aligned(grads: optax.Updates, other: Any) -> list[Any]:
+    """What `other` holds at each gradient, None ones included."""
+    treedef = jax.tree.structure(grads, is_leaf=is_none)
+    try:
+        return treedef.flatten_up_to(other)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"the gradients' structure is {jax.tree.structure(grads)}, expected that of the "
+            f"parameters, {jax.tree.structure(other)}; differentiate the same tree that tx.init "
+            "and tx.update get, or call tx.init again."
+        ) from error
+
+
+def check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype: Any) -> None:
+    """Raise where a sum of dtype `total` would lose what `dtype` holds, unasked."""
+    complex_lost = jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
+        total, jnp.complexfloating
+    )
+    digits_lost = accumulator_dtype is None and (
+        jnp.finfo(promoted(dtype, jnp.float32)).bits > jnp.finfo(total).bits
+    )
+    if complex_lost or digits_lost:
+        remedy = f"type accumulator_dtype=jnp.{promoted(dtype, total).name}, or cast it"
+        if complex_lost and what == "gradient":
+            remedy = "take its real part, or give it a complex parameter"
+        raise TypeError(
+            f"a {what}{at(path)} is {jnp.dtype(dtype).name}, which a {jnp.dtype(total).name} "
+            f"window cannot hold; {remedy}."
+        )
+
+
+def _shape_message(path: Any, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    message = f"a gradient{at(path)} has shape {got}, expected its parameter's, {expected}; "
+    if got[1:] == expected and got:
+        return message + (
+            "these look like per-example gradients: aggregate them first, "
+            "optax.chain(optax.contrib.differentially_private_aggregate(...), "
+            "accumulate(inner, k))."
+        )
+    return message + "differentiate the same tree that tx.init got, or call tx.init again."
+
+
+def at(path: Any) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""

@@ -1,0 +1,210 @@
+"""The space driver: a whole batch in one call, in the memory of one micro-batch."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_accum import _checks, _engines, _split
+from optax_accum._program import Settings
+from optax_accum._scan import evaluate
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    k: int | None = None,
+    *,
+    micro_batch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    rng_argnums: int | Sequence[int] = (),
+    state_argnum: int | None = None,
+    merge_state: Callable[[Any, Any, jax.Array], Any] | None = None,
+    weight: Callable[..., Any] | None = None,
+    loss_reduction: str = "mean",
+    aux: Any = None,
+    nonfinite: str = "propagate",
+    accumulator_dtype: Any = None,
+    engine: str = "auto",
+    batch_layout: str = "strided",
+    remainder: str = "error",
+    has_stats: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad(loss_fn)` of a whole batch, computed micro-batch by micro-batch.
+
+    ::
+
+        for i in range(k):
+            loss[i], gradient[i] = value_and_grad(loss_fn)(params, micro_batch[i])
+        loss = sum(w * loss) / sum(w)
+        gradient = sum(w * gradient) / sum(w)
+
+    All weights are known before the loop, so each backward pass starts from `w_i / sum(w)` and
+    nothing is left to divide. The loop compiles once, whatever k is.
+
+    Loss terms with different denominators (a token mean and a router's mean over examples): give
+    the loss as `sum(w_i l_i)` over one denominator, by multiplying each other term with
+    `weight / its own count in the whole batch`, or call once a term and add the gradients.
+
+    Args:
+      loss_fn: returns a real floating scalar; `(loss, aux)` with `has_aux`; `(loss, new_state)`
+        with `state_argnum`; `(loss, (new_state, aux))` with both. Differentiable as by jax.
+      k: micro-batches in the batch. Give it or `micro_batch_size`; neither if stacked.
+      micro_batch_size: examples in a micro-batch.
+      argnums: the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `loss_fn` returns auxiliary outputs.
+      batch_argnums: the arguments that are cut, every leaf along its leading axis.
+      rng_argnums: arguments of PRNG keys, folded with the index of the micro-step.
+      state_argnum: one argument of model state, handed from micro-step to micro-step.
+      merge_state: every micro-step starts from the same state instead, and
+        `merge_state(initial, stacked, weights)` makes the new one.
+      weight: how much a micro-batch counts, a function of its `batch_argnums` (default: its
+        examples). At 0 it is not computed at all.
+      loss_reduction: `"mean"`, `"sum"` or `"sum_over_weight"`, as in `accumulate`.
+      aux: how auxiliary outputs combine: `"mean"` (elementwise, weighted), `"sum"`, `"max"`,
+        `"min"`, `"last"`, `"stack"` (a row a micro-step) or `"concat"` (per-example results in the
+        batch's order), or a tree prefix of these. None: floating scalars by their mean.
+      nonfinite: `"propagate"`, or `"skip_micro_step"`: a micro-batch whose gradients are not finite
+        is dropped with its weight, loss, aux and model state.
+      accumulator_dtype: of the sums; None: `promote_types(gradient, float32)`.
+      engine: `"carry"` adds each gradient to the window, `"refs"` lets the backward pass add into
+        it in place, `"auto"` takes refs where it can.
+      batch_layout: `"strided"` (example j goes to micro-batch j mod k: no data moves where the
+        batch is sharded), `"contiguous"` (neighbours stay together), `"stacked"` (leaves are
+        `(k, m, ...)` already).
+      remainder: `"error"`, or `"exact"`: one smaller micro-batch at the end.
+      has_stats: adds `Stats(weight, skipped)` to the value.
+
+    Returns:
+      A function of the same arguments that returns `(value, gradients)`, where the value is what
+      `loss_fn` returns, and `(*value, stats)` with `has_stats`.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit; the message says what to type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_accum as oa
+      >>> loss_fn = lambda w, x: jnp.mean((x - w) ** 2)
+      >>> x = jnp.arange(8.0)
+      >>> value, grad = oa.value_and_grad(loss_fn, k=4)(jnp.zeros([]), x)
+      >>> float(value), float(grad)
+      (17.5, -7.0)
+    """
+    if (k is None) == (micro_batch_size is None) and not (
+        batch_layout == "stacked" and k is None and micro_batch_size is None
+    ):
+        raise ValueError(
+            f"k is {k} and micro_batch_size {micro_batch_size}, expected one of them; type "
+            "value_and_grad(loss_fn, k=8) or value_and_grad(loss_fn, micro_batch_size=4)."
+        )
+    _checks.choice("batch_layout", batch_layout, _split.LAYOUTS)
+    _checks.choice("remainder", remainder, ("error", "exact"))
+    _checks.choice("engine", engine, _engines.ENGINES)
+    _checks.choice("loss_reduction", loss_reduction, _checks.LOSS_REDUCTIONS)
+    _checks.choice("nonfinite", nonfinite, ("propagate", "skip_micro_step"))
+    _check_weight(weight, loss_reduction)
+    if merge_state is not None and state_argnum is None:
+        raise ValueError(
+            "merge_state was given without state_argnum; type state_argnum= for the argument that "
+            "holds the model's state."
+        )
+    settings = Settings(
+        loss_fn,
+        None if k is None else _checks.integer_k(k),
+        None if micro_batch_size is None else _checks.integer_k(micro_batch_size),
+        _indices(argnums),
+        has_aux,
+        _indices(batch_argnums),
+        _indices(rng_argnums),
+        state_argnum,
+        merge_state,
+        weight,
+        loss_reduction,
+        aux,
+        nonfinite,
+        _checks.accumulator_dtype(accumulator_dtype),
+        engine,
+        batch_layout,
+        remainder,
+    )
+    _check_apart(settings)
+
+    @functools.wraps(loss_fn)
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        _check_count(settings, args)
+        outcome = evaluate(settings, args, kwargs)
+        grads = outcome.grads
+        if isinstance(argnums, int):
+            (grads,) = grads
+        value: tuple[Any, ...] = (outcome.loss,)
+        if state_argnum is not None and has_aux:
+            value += ((outcome.state, outcome.aux),)
+        elif state_argnum is not None:
+            value += (outcome.state,)
+        elif has_aux:
+            value += (outcome.aux,)
+        if has_stats:
+            value += (outcome.stats,)
+        return (value if len(value) > 1 else value[0]), grads
+
+    return value_and_grad_fn
+
+
+def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _check_weight(weight: Any, loss_reduction: str) -> None:
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"weight is {_checks.described(weight)}, expected a function of a micro-batch; type "
+            "weight=lambda batch: batch['mask'].sum()."
+        )
+    if weight is not None and loss_reduction == "sum":
+        raise ValueError(
+            "weight was given with loss_reduction='sum', whose losses are summed as they are; drop "
+            "weight=, or type loss_reduction='sum_over_weight' to divide by it."
+        )
+    if weight is None and loss_reduction == "sum_over_weight":
+        raise ValueError(
+            "weight is missing, expected with loss_reduction='sum_over_weight'; type "
+            "weight=lambda batch: batch['mask'].sum()."
+        )
+
+
+def _check_apart(settings: Settings) -> None:
+    roles = {
+        "argnums": settings.argnums,
+        "batch_argnums": settings.batch_argnums,
+        "rng_argnums": settings.rng_argnums,
+        "state_argnum": () if settings.state_argnum is None else (settings.state_argnum,),
+    }
+    seen: dict[int, str] = {}
+    for role, indices in roles.items():
+        for index in indices:
+            if index in seen:
+                raise ValueError(
+                    f"argument {index} is in {seen[index]} and in {role}, expected in one of them; "
+                    f"type {role}= for another argument of loss_fn."
+                )
+            if index < 0:
+                raise ValueError(
+                    f"{role} holds {index}, expected 0 or more, counted from the left."
+                )
+            seen[index] = role
+    if not settings.batch_argnums:
+        raise ValueError("batch_argnums is empty, expected the arguments that hold the batch.")
+
+
+def _check_count(settings: Settings, args: tuple[Any, ...]) -> None:
+    state = () if settings.state_argnum is None else (settings.state_argnum,)
+    highest = max(*settings.argnums, *settings.batch_argnums, *settings.rng_argnums, *state, 0)
+    if highest >= len(args):
+        raise TypeError(
+            f"loss_fn was called with {len(args)} positional arguments, expected at least "
+            f"{highest + 1}; pass the differentiated, batch, key and state arguments by position, "
+            "or type argnums=, batch_argnums=, rng_argnums=, state_argnum= for where they are."
+        )

@@ -1,0 +1,155 @@
+"""The space driver before its loop: the user's loss, the weights, the engine."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _accumulator as acc
+from optax_accum import _checks, _engines, _fits, _shares, _split
+
+
+class Settings(NamedTuple):
+    loss_fn: Callable[..., Any]
+    k: int | None
+    micro_batch_size: int | None
+    argnums: tuple[int, ...]
+    has_aux: bool
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    state_argnum: int | None
+    merge_state: Callable[..., Any] | None
+    weight: Callable[..., Any] | None
+    loss_reduction: str
+    aux: Any
+    nonfinite: str
+    accumulator_dtype: Any
+    engine: str
+    batch_layout: str
+    remainder: str
+
+
+class MicroBatch(NamedTuple):
+    """What differs between the micro-steps of one call; stacked, all of them."""
+
+    number: jax.Array  # dtype=jnp.int32
+    batch: tuple[Any, ...]
+    weight: jax.Array  # dtype=jnp.float32
+    fraction: jax.Array  # of the whole weight
+    seed: jax.Array  # what the backward pass starts from
+
+
+class Program(NamedTuple):
+    """One call, its choices made."""
+
+    settings: Settings
+    loss: Callable[..., tuple[jax.Array, tuple[Any, Any]]]  # (primals, micro_batch, state)
+    primals: tuple[Any, ...]
+    state: Any
+    shapes: Any  # (loss, (state, aux)) of a micro-batch
+    how: list[str]  # a reducer a leaf of aux
+    engine: str  # "carry", "refs" or, for one micro-batch, "alone"
+
+
+def normalized(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss as (primals, micro_batch, state) -> (loss, (new state, aux))."""
+
+    def loss(primals: tuple[Any, ...], micro_batch: MicroBatch, state: Any) -> Any:
+        full = list(args)
+        for i, leaf in zip(settings.batch_argnums, micro_batch.batch, strict=True):
+            full[i] = leaf
+        for i in settings.rng_argnums:
+            full[i] = jax.tree.map(lambda key: jax.random.fold_in(key, micro_batch.number), args[i])
+        if settings.state_argnum is not None:
+            full[settings.state_argnum] = state
+        for i, primal in zip(settings.argnums, primals, strict=True):
+            full[i] = primal
+        return _unpacked(settings, settings.loss_fn(*full, **kwargs))
+
+    return loss
+
+
+def _unpacked(settings: Settings, out: Any) -> tuple[Any, tuple[Any, Any]]:
+    threaded = settings.state_argnum is not None
+    if not (threaded or settings.has_aux):
+        return out, (None, None)
+    try:
+        loss, rest = out
+        state, aux = rest if threaded and settings.has_aux else (rest, rest)
+    except (TypeError, ValueError):
+        expected = {
+            (True, False): "(loss, new_state)",
+            (False, True): "(loss, aux)",
+            (True, True): "(loss, (new_state, aux))",
+        }[threaded, settings.has_aux]
+        raise TypeError(
+            f"loss_fn returned {_checks.described(out)}, expected {expected} with "
+            f"has_aux={settings.has_aux}, state_argnum={settings.state_argnum}."
+        ) from None
+    return loss, (state if threaded else None, aux if settings.has_aux else None)
+
+
+def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
+    index, weight = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+    shapes = jax.eval_shape(
+        lambda b: loss(primals, MicroBatch(index, b, weight, weight, weight), state), batch
+    )
+    if not _checks.is_scalar(shapes[0], jnp.floating):
+        raise TypeError(
+            f"loss_fn returned {_checks.described(shapes[0])}, expected a real floating scalar; "
+            "type has_aux=True if it returns (loss, aux), or average the loss over the examples."
+        )
+    return shapes
+
+
+def weighed(
+    settings: Settings, stacked: Any, rest: Any, into: _split.Sizes, dtype: Any
+) -> tuple[MicroBatch, MicroBatch | None, jax.Array]:
+    """What goes with each of the k micro-batches; the last one; the whole weight."""
+    wide = _fits.promoted(dtype, jnp.float32)
+    weights = _weights(settings, stacked, (into.k,), into.m)
+    tail = _weights(settings, rest, (), into.r) if into.r else jnp.zeros([], jnp.float32)
+    whole = jnp.sum(weights) + tail
+    share = _shares.shares(settings.loss_reduction, whole, wide)
+    numbers = jnp.arange(into.k, dtype=jnp.int32)
+    plan = MicroBatch(numbers, (), weights, *share(weights))
+    if rest is None:
+        return plan, None, whole
+    return plan, MicroBatch(jnp.full([], into.k, jnp.int32), rest, tail, *share(tail)), whole
+
+
+def _weights(settings: Settings, batch: Any, shape: tuple[int, ...], examples: int) -> jax.Array:
+    """Evaluated before the loop, so that each backward pass starts from its share."""
+    weight = settings.weight
+    if weight is None:
+        return jnp.full(shape, examples, jnp.float32)
+
+    def weigh(micro_batch: tuple[Any, ...], weight: Callable[..., Any] = weight) -> jax.Array:
+        return _checks.real_scalar("weight(micro_batch)", weight(*micro_batch))
+
+    axis = _split.axis_of(settings.batch_layout)
+    weights = jax.vmap(weigh, in_axes=axis)(batch) if shape else weigh(batch)
+    if not _checks.is_traced(weights):
+        for weight in weights.ravel().tolist():
+            _checks.known_weight(weight)
+    return weights
+
+
+def engine_of(program: Program, one: Any, args: Any) -> str:
+    """The engine for these arguments; under vmap not refs, which a scan in the loss would break."""
+    settings, primals = program.settings, program.primals
+    if settings.engine == "auto" and any(map(_checks.is_vmapped, jax.tree.leaves(args))):
+        return "carry"
+    index, number = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+
+    def trial(batch: Any, *primals: Any) -> Any:
+        micro_batch = MicroBatch(index, batch, number, number, number)
+        return program.loss(primals, micro_batch, program.state)
+
+    def why_not() -> str | None:
+        sums = acc.open_window(primals, settings.accumulator_dtype).grad_sum
+        narrow = program.shapes[0].dtype.itemsize < 4
+        return _engines.obstacle(trial, one, primals, sums, settings.nonfinite, narrow)
+
+    return _engines.chosen(settings.engine, why_not)

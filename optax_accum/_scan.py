@@ -1,0 +1,207 @@
+"""The space driver: a whole batch in one call, micro-batch by micro-batch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_accum import _accumulator as acc
+from optax_accum import _aux, _engines, _fits, _program, _shares, _split
+from optax_accum._cond import cond
+from optax_accum._program import MicroBatch, Program, Settings
+from optax_accum._state import with_dtypes_of
+
+
+class Stats(NamedTuple):
+    """What a call of the space driver took in, beside its value and gradients."""
+
+    weight: jax.Array  # shape=(), dtype=jnp.float32: of the micro-batches that were kept
+    skipped: jax.Array  # shape=(), dtype=jnp.int32: micro-batches dropped as not finite
+
+
+class Carry(NamedTuple):
+    """What goes from one micro-step to the next."""
+
+    window: acc.Window
+    state: Any  # the model's
+    totals: list[Any]  # of the auxiliary outputs
+    skipped: jax.Array
+
+
+class Rows(NamedTuple):
+    """What is given back micro-step by micro-step."""
+
+    aux: list[Any]
+    state: Any  # None unless states are merged
+    weight: jax.Array  # that was kept
+
+
+class Outcome(NamedTuple):
+    """Of a whole batch."""
+
+    loss: jax.Array
+    state: Any
+    aux: Any
+    grads: tuple[Any, ...]
+    stats: Stats
+
+
+def evaluate(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """The loss of a whole batch, and its gradients."""
+    batch = tuple(args[i] for i in settings.batch_argnums)
+    layout = settings.batch_layout
+    into = _split.sizes(batch, settings.k, settings.micro_batch_size, layout, settings.remainder)
+    stacked, rest = _split.cut(batch, into, layout)
+    loss = _program.normalized(settings, args, kwargs)
+    primals = tuple(args[i] for i in settings.argnums)
+    state = None if settings.state_argnum is None else args[settings.state_argnum]
+    one = jax.eval_shape(lambda b: _split.take(b, 0, layout), stacked) if into.k else rest
+    shapes = _program.shapes(loss, primals, one, state)
+    plan, last, whole = _program.weighed(settings, stacked, rest, into, shapes[0].dtype)
+    at = lambda row: row._replace(batch=_split.take(stacked, row.number, layout))  # noqa: E731
+    count = into.k + (rest is not None)
+    program = Program(settings, loss, primals, state, shapes, [], "alone")
+    program = program._replace(how=_aux.reducers(settings.aux, shapes[1][1]))
+    if count > 1:
+        program = program._replace(engine=_program.engine_of(program, one, args))
+    carry, rows, tail = _opened(program), None, None
+    step = functools.partial(_micro_step, program)
+    if count == 1 and into.k:
+        carry, row = step(carry, at(jax.tree.map(lambda x: x[0], plan)))
+        rows = jax.tree.map(lambda x: x[None], row)
+    elif into.k:
+        with jax.named_scope("optax_accum.micro_steps"):
+            carry, rows = lax.scan(lambda carry, row: step(carry, at(row)), carry, plan)
+    if last is not None:
+        smaller = program._replace(shapes=_program.shapes(loss, primals, rest, state))
+        with jax.named_scope("optax_accum.remainder"):
+            carry, tail = _micro_step(smaller, carry, last)
+    return _finished(program, carry, rows, tail, whole)
+
+
+def _opened(program: Program) -> Carry:
+    if program.engine == "alone":
+        window = acc.fresh(None)
+    else:
+        window = acc.open_window(program.primals, program.settings.accumulator_dtype)
+    wide = _fits.promoted(program.shapes[0].dtype, jnp.float32)
+    window = window._replace(value_sum=jnp.zeros([], wide))
+    totals = _aux.initial(program.how, program.shapes[1][1])
+    return Carry(window, program.state, totals, jnp.zeros([], jnp.int32))
+
+
+# A micro-step.
+
+
+def _micro_step(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Carry, Rows]:
+    """Take one micro-batch in; one of weight zero is not computed at all."""
+    if program.settings.weight is None:
+        return _taken(program, carry, micro_batch)
+    return cond(
+        micro_batch.weight != 0,
+        lambda: _taken(program, carry, micro_batch),
+        lambda: _left_out(program, carry),
+    )
+
+
+def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Carry, Rows]:
+    settings = program.settings
+    loss = lambda *primals: program.loss(primals, micro_batch, carry.state)  # noqa: E731
+    narrow = program.shapes[0].dtype.itemsize < 4
+    seed = jnp.ones_like(micro_batch.seed) if narrow else micro_batch.seed
+    sums: Any = carry.window.grad_sum
+    grads: Any = None  # with refs there is none
+    if program.engine == "refs":
+        value, (state, aux), sums = _engines.into_refs(loss, program.primals, seed, sums)
+    else:
+        value, (state, aux), grads = _engines.micro_gradient(loss, program.primals, seed)
+    known = 1.0 if settings.weight is None else None
+    part = acc.judge(grads, micro_batch.weight, known, "sum", settings.nonfinite)
+    part = part._replace(scale=micro_batch.seed if narrow else None)
+    value = value.astype(seed.dtype) * (1 if narrow else seed)
+    window = acc.add_scalars(carry.window, part, value)
+    if program.engine == "carry":
+        salt = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+        sums = acc.add_sums(sums, part, grads, False, (micro_batch.number, salt))
+    elif program.engine == "alone":
+        sums = _shares.alone(part, grads)
+    aux_rows = _aux.rows(program.how, aux)
+    totals = _aux.combine(program.how, carry.totals, aux, micro_batch.fraction)
+    totals = _kept(part.keep, totals, carry.totals)
+    if program.state is not None:
+        state = _kept(
+            part.keep, with_dtypes_of(state, carry.state, "the model's state"), carry.state
+        )
+    if part.keep is not True:
+        aux_rows = _kept(part.keep, aux_rows, jax.tree.map(jnp.zeros_like, aux_rows))
+    merged = settings.merge_state is not None
+    rows = Rows(aux_rows, state if merged else None, _shares.counted(part))
+    skipped = carry.skipped + jnp.asarray(part.dropped).astype(jnp.int32)
+    return Carry(
+        window._replace(grad_sum=sums), carry.state if merged else state, totals, skipped
+    ), rows
+
+
+def _left_out(program: Program, carry: Carry) -> tuple[Carry, Rows]:
+    """A micro-batch of weight zero: nothing but its place in the rows."""
+    aux = [
+        jnp.zeros(leaf.shape, leaf.dtype) for leaf in _aux.rows(program.how, program.shapes[1][1])
+    ]
+    merged = program.settings.merge_state is not None
+    if program.engine == "alone":
+        zeros = jax.tree.map(jnp.zeros_like, program.primals)
+        carry = carry._replace(window=carry.window._replace(grad_sum=zeros))
+    return carry, Rows(aux, carry.state if merged else None, jnp.zeros([], jnp.float32))
+
+
+def _kept(keep: Any, new: Any, old: Any) -> Any:
+    return new if keep is True else jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
+
+
+# After the loop.
+
+
+def _finished(
+    program: Program, carry: Carry, rows: Rows | None, tail: Rows | None, whole: jax.Array
+) -> Outcome:
+    settings, window = program.settings, carry.window
+    correct = _shares.correction(
+        window.weight_sum, whole, settings.loss_reduction, settings.nonfinite
+    )
+    like_primals = jax.tree.map(lambda x: jnp.result_type(x), program.primals)
+    grads = jax.tree.map(
+        lambda total, dtype: correct(total).astype(dtype), window.grad_sum, like_primals
+    )
+    loss = correct(window.value_sum).astype(program.shapes[0].dtype)
+    state = carry.state
+    if settings.merge_state is not None:
+        stacked = _appended(rows and rows.state, tail and tail.state)
+        weights = _appended(rows and rows.weight, tail and tail.weight)
+        state = settings.merge_state(program.state, stacked, weights)
+
+    def join(head: Any, last: Any, reducer: str) -> Any:
+        if reducer == "stack":
+            return _appended(head, last)
+        return _split.join(head, last, settings.batch_layout)
+
+    aux = _aux.result(
+        program.how,
+        program.shapes[1][1],
+        carry.totals,
+        rows and rows.aux,
+        tail and tail.aux,
+        join,
+        _shares.correction(window.weight_sum, whole, "mean", settings.nonfinite),
+    )
+    return Outcome(loss, state, aux, grads, Stats(window.weight_sum, carry.skipped))
+
+
+def _appended(head: Any, last: Any) -> Any:
+    """Rows with one more."""
+    if head is None:
+        return jax.tree.map(lambda x: x[None], last)
+    if last is None:
+        return head
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), head, last)
