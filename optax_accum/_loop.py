@@ -148,7 +148,7 @@ def value_and_grad(
             value += (outcome.aux,)
         if has_stats:
             value += (outcome.stats,)
-        return (value if len(value) > 1 else value[0]), grads
+        return (outcome.loss if len(value) == 1 else value), grads
 
     return value_and_grad_fn
 

@@ -111,7 +111,7 @@ ALIASES = (
     Optimizer("amsgrad", with_rate(optax.amsgrad)),
     Optimizer("fromage", with_rate(optax.fromage)),
     Optimizer("lamb", with_rate(optax.lamb, weight_decay=0.1)),
-    Optimizer("lars", with_rate(optax.lars, weight_decay=0.1)),
+    Optimizer("lars", with_rate(optax.lars, weight_decay=0.1, trust_coefficient=0.1)),
     Optimizer(
         "lbfgs",
         lambda rate: optax.lbfgs(memory_size=2),
@@ -135,7 +135,7 @@ ALIASES = (
         lambda rate: optax.polyak_sgd(max_learning_rate=0.5, scaling=rate),
         loss_value,
     ),
-    Optimizer("radam", with_rate(optax.radam, threshold=1.0)),
+    Optimizer("radam", with_rate(optax.radam)),
     Optimizer("rmsprop", with_rate(optax.rmsprop)),
     Optimizer("rmsprop-momentum", with_rate(optax.rmsprop, momentum=0.9, nesterov=True)),
     Optimizer("rmsprop-centered", with_rate(optax.rmsprop, centered=True, initial_scale=4.0)),

@@ -155,6 +155,8 @@ def plain(optimizer: Optimizer, pair: Pair, lane: int, scheduled: bool) -> Recor
     for i in range(WINDOWS):
         params, state, updates = update(params, state, at(feeds(pair, lane)[1], i))
         records.append(Record(params, state, updates, jnp.asarray(True)))
+    if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
+        raise FloatingPointError("its parameters are no longer finite")
     return stack(records)
 
 
