@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum import _checks
+from optax_accum import _axis, _checks
 from optax_accum._fits import aligned, check_kept, is_none, promoted, real, window_dtype
 from optax_accum._rounding import round_to
 
@@ -88,11 +88,11 @@ def judge(
         weight = jnp.ones([], jnp.float32)
     present = True if known is not None else weight != 0
     if nonfinite == "skip_micro_step":
-        finite = all_finite(grads) & (weight > 0) & (weight < jnp.inf)
-        keep, dropped = finite, present & ~finite
+        finite = all_finite(grads, weight if scaled else None) & _is_weight(weight)
+        keep, dropped = present & finite, present & ~finite
     else:
         keep, dropped = present, False
-        weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+        weight = jnp.where(_is_weight(weight), weight, jnp.nan)
     return Contribution(weight if scaled else None, weight, keep, dropped)
 
 
@@ -121,9 +121,9 @@ def add_sums(
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
     sums = treedef.flatten_up_to(grad_sum)
     return treedef.unflatten(
-        total
-        if grad is None or not _checks.is_array(grad)
-        else _add_leaf(total, grad, part, first, (*clocks, i))
+        _add_leaf(total, grad, part, first, (*clocks, i))
+        if grad is not None and _checks.is_array(grad)
+        else jax.tree.map(lambda total: _opened(total, part, first), total)
         for i, (total, grad) in enumerate(zip(sums, leaves, strict=True))
     )
 
@@ -208,6 +208,8 @@ def close_single(part: Contribution, grads: optax.Updates, loss_reduction: str) 
             return (grad.astype(wide) * reciprocal(part.weight, wide)).astype(grad.dtype)
         if part.scale is None or not _checks.is_traced(part.weight):
             return grad
+        if not jnp.issubdtype(grad.dtype, jnp.inexact):
+            return grad
         return jnp.where(jnp.isnan(part.weight), jnp.asarray(jnp.nan, grad.dtype), grad)
 
     return jax.tree.map(one, grads, is_leaf=is_none)
@@ -226,13 +228,16 @@ def mean_norm(window: Window) -> jax.Array:
     return jnp.where(window.kept == 0, 0, norm * reciprocal(window.weight_sum, wide))
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every number of a tree is finite.
+def all_finite(tree: Any, scale: jax.Array | None = None) -> jax.Array:
+    """Whether every number of a tree is finite, multiplied by `scale` where there is one.
 
     x - x is 0 where x is finite and NaN elsewhere, and XLA fuses it into the sum; isfinite, then
     all, makes a buffer of flags on CPU, and the maximum loses NaN there.
     """
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _checks.is_array(leaf)]
+    if scale is not None:
+        wide = [x.astype(promoted(x.dtype, jnp.float32)) for x in arrays]
+        arrays = [x * scale.astype(x.dtype) for x in wide]
     flags = [jnp.sum(x - x) == 0 for x in arrays if x.size and jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack(flags).all() if flags else jnp.ones([], bool)
 
@@ -243,10 +248,23 @@ def _add_leaf(
     wide = promoted(total.dtype, jnp.float32)
     term = jnp.asarray(grad).astype(wide)
     if part.scale is not None:
-        term = term * part.scale.astype(wide)
+        # Selected before the product too: the derivative of NaN * weight would be NaN.
+        term = _where(part.keep, term, jnp.zeros([], wide)) * part.scale.astype(wide)
+    term = _axis.sharded_like(term, total)
     new = total.astype(wide) + term
     new = new if first is False else jnp.where(first, term, new)
     return _where(part.keep, round_to(new, total.dtype, clocks), total)
+
+
+def _opened(total: jax.Array, part: Contribution, first: bool | jax.Array) -> jax.Array:
+    """A sum that gets nothing from this micro-step; of the window before it keeps nothing."""
+    if first is False:
+        return total
+    return jnp.where(first & part.keep, jnp.zeros([], total.dtype), total)
+
+
+def _is_weight(weight: jax.Array) -> jax.Array:
+    return (weight >= 0) & (weight <= _checks.LARGEST_WEIGHT)
 
 
 def _where(keep: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

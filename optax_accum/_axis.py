@@ -20,3 +20,9 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """The same value, free to differ along `axes` too."""
     more = tuple(axes - varying(x))
     return lax.pcast(x, more, to="varying") if more else x
+
+
+def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` with the sharding of `other`, where shardings are part of the types."""
+    wanted = jax.typeof(other).sharding
+    return x if jax.typeof(x).sharding == wanted else jax.sharding.reshard(x, wanted)

@@ -12,6 +12,7 @@ import numpy as np
 LOSS_REDUCTIONS = ("mean", "sum", "sum_over_weight")
 NONFINITE_POLICIES = ("propagate", "skip_micro_step", "skip_window")
 _INT32_MAX = 2**31 - 1
+LARGEST_WEIGHT = 2.0**100  # the reciprocal of a window's weight must stay a normal float32
 
 
 def is_traced(x: Any) -> bool:
@@ -83,7 +84,8 @@ def scheduled_k(schedule: Callable[[Any], Any], update_step: jax.Array) -> jax.A
             f"the schedule of k returned {described(k)}, expected an integer scalar; "
             "round it yourself: k=lambda update_step: jnp.int32(your_schedule(update_step))."
         )
-    k = jnp.asarray(k)
+    if not isinstance(k, jax.Array):
+        return jnp.full([], min(max(operator.index(k), 1), _INT32_MAX), jnp.int32)
     if jnp.iinfo(k.dtype).max > _INT32_MAX:
         k = jnp.minimum(k, _INT32_MAX)
     return jnp.maximum(k.astype(jnp.int32), 1)
@@ -136,12 +138,12 @@ def known_weight(weight: Any) -> float | None:
         return None
     with np.errstate(over="ignore"):
         value = float(np.float32(weight))
-    if not (float(weight) >= 0 and value < float("inf")):
+    if not (float(weight) >= 0 and value <= LARGEST_WEIGHT):
         raise ValueError(
-            f"weight is {float(weight)!r}, expected a number of 0 or more that is finite in "
-            "float32; to leave a micro-batch out type weight=0."
+            f"weight is {float(weight)!r}, expected a number from 0 to 2**100; to leave a "
+            "micro-batch out type weight=0."
         )
-    return value
+    return value if value >= np.finfo(np.float32).tiny else 0.0  # as compiled code takes it
 
 
 def scalar_flag(name: str, flag: Any) -> Any:

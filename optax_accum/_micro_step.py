@@ -188,6 +188,8 @@ def _bufferless(
         return acc.close_single(part, call.grads, call.loss_reduction)
 
     one = acc.add_scalars(acc.fresh(call.grads), part, call.value)
+    if call.value is not None and call.loss_reduction == "mean":
+        one = one._replace(value_sum=call.value, value_weight=jnp.ones([], jnp.float32))
     run, _, empty = _branches(settings, emit, state, call, one, close)
     ok, lost = acc.may_update_single(part, call.grads, settings.nonfinite)
     result, inner_state, updated = cond(ok, run, empty)
@@ -246,10 +248,16 @@ def _branches(
         return emit.idle(shapes, params, window.grad_sum), state.inner_state, False
 
     def flush_nested() -> Any:
+        inside = [
+            jnp.any(jnp.asarray(s.micro_step) > 0) for s in outermost_states(state.inner_state)
+        ]
+        return cond(functools.reduce(jnp.logical_or, inside), close_nested, idle)
+
+    def close_nested() -> Any:
         zeros = jax.tree.map(jnp.zeros_like, close())
         result, inner_state = update(zeros, {**call.extra, "weight": 0.0, "last": True})
         nested = [jnp.asarray(each.updated) for each in outermost_states(inner_state)]
-        return result, inner_state, jnp.stack(nested).any()
+        return result, inner_state, functools.reduce(jnp.logical_or, nested)
 
     if not nested or call.last is False:
         return run, idle, idle

@@ -44,8 +44,13 @@ def _hash(shape: tuple[int, ...], clocks: tuple[Any, ...]) -> jax.Array:
         seed = _mix(seed ^ jnp.asarray(clock).astype(jnp.uint32))
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        index = index * np.uint32(size & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index * _uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
     return _mix(index * (seed | np.uint32(1)) + _mix(seed))
+
+
+def _uint32(size: Any) -> Any:
+    """A size modulo 2**32; of a shape that is not known yet, a traced one."""
+    return np.uint32(size & 0xFFFFFFFF) if isinstance(size, int) else jnp.asarray(size, jnp.uint32)
 
 
 def _mix(x: jax.Array) -> jax.Array:

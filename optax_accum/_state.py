@@ -92,6 +92,17 @@ def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
                 f"{what}{_fits.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
                 "in its update; expected a state whose shapes are fixed by init."
             )
+        kinds = (jnp.complexfloating, jnp.floating, jnp.integer, jnp.bool_)
+        rank = [
+            next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
+            for dtype in (jnp.result_type(old), jnp.result_type(new))
+        ]
+        if rank[1] < rank[0]:
+            raise TypeError(
+                f"{what}{_fits.at(path)} went from {jnp.result_type(old)} to "
+                f"{jnp.result_type(new)} in its update, which would lose what it holds; expected a "
+                "state whose kinds of numbers are fixed by init."
+            )
         return jnp.asarray(new).astype(jnp.result_type(old))
 
     try:

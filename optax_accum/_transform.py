@@ -63,6 +63,9 @@ def accumulate(
       combined like the gradients. A `grad` is replaced by the window's gradient. Every other extra
       argument reaches inner as the closing call gave it.
 
+    A leaf's gradients are None in every micro-step of a window or in none: what inner sees follows
+    the closing call.
+
     Under `jax.vmap` over states the branch becomes a select: the values are right, and inner's
     cost is paid at every micro-step.
 
@@ -132,7 +135,9 @@ def apply_gradients(
 
     The same arithmetic, but between updates the parameters are not touched at all, and at an
     update they are written in place when `params` and `state` are donated: no parameter-sized
-    temporary, where `update` needs one.
+    temporary, where `update` needs one. Let the jitted function take and return them in this order,
+    params before state: jax pairs donated arguments with results by shape, in order, and paired
+    crosswise everything is copied.
 
     Args:
       tx: what :func:`accumulate` returned. Any other transformation, a chain around `accumulate`
@@ -151,11 +156,13 @@ def apply_gradients(
       >>> import functools, jax, jax.numpy as jnp, optax
       >>> import optax_accum as oa
       >>> tx = oa.accumulate(optax.sgd(1.0), k=2)
-      >>> apply = jax.jit(functools.partial(oa.apply_gradients, tx), donate_argnums=(1, 2))
+      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+      ... def micro_step(params, state, grads):
+      ...     return oa.apply_gradients(tx, grads, state, params)
       >>> params = jnp.array([1.0, 2.0])
       >>> state = tx.init(params)
-      >>> params, state = apply(jnp.array([1.0, 0.0]), state, params)
-      >>> params, state = apply(jnp.array([0.0, 1.0]), state, params)
+      >>> params, state = micro_step(params, state, jnp.array([1.0, 0.0]))
+      >>> params, state = micro_step(params, state, jnp.array([0.0, 1.0]))
       >>> params.tolist()
       [0.5, 1.5]
     """
@@ -182,8 +189,9 @@ def flush(
 
     Its gradient is divided by what was really added, so the tail of an epoch is one exact update.
     On an empty window: zeros, and nothing changes but `updated`, which is False. Works through
-    chains, since `weight` and `last` travel as extra arguments. With :func:`mark_last` a flush is
-    not needed.
+    chains, since `weight` and `last` travel as extra arguments; what stands before or beside
+    `accumulate` there (another label's optimizer) sees one micro-step of zero gradients. With
+    :func:`mark_last` a flush is not needed.
 
     Args:
       tx: from :func:`accumulate`, or a chain that contains it.
@@ -217,6 +225,9 @@ def flush(
             f"flush got {sorted({'weight', 'last'} & extra.keys())}, expected neither: it adds "
             "nothing and always closes; for one more micro-batch type tx.update(..., last=True)."
         )
+
+    if params is None and jax.tree.leaves([each.grad_sum for each in require_states(state)]):
+        raise ValueError("flush got params=None, expected the parameters that tx.init got.")
 
     def zeros(param: Any) -> Any:
         if not _checks.is_array(param):

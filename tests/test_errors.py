@@ -103,11 +103,12 @@ class TestUpdate:
             (np.ones((1, 1)), TypeError, "weight.sum()"),
             (1j, TypeError, "expected one real number"),
             ("3", TypeError, "expected one real number"),
-            (-1.0, ValueError, "expected a number of 0 or more"),
+            (-1.0, ValueError, "expected a number from 0 to 2**100"),
             (float("nan"), ValueError, "weight=0"),
             (float("inf"), ValueError, "weight=0"),
             (np.float32(-2), ValueError, "weight is -2.0"),
-            (1e39, ValueError, "finite in float32"),
+            (1e39, ValueError, "from 0 to 2**100"),
+            (9e37, ValueError, "from 0 to 2**100"),
             (-1e-50, ValueError, "weight is -1e-50"),
         ],
     )
@@ -222,3 +223,13 @@ def test_side_by_side():
     for call in (oa.has_updated, oa.diagnostics.window):
         assert "side by side" in message(ValueError, lambda call=call: call(state))
     assert not oa.has_updated(state.inner_states["a"])
+
+
+@pytest.mark.parametrize("start, drift", [(jnp.int32(0), 0.5), (jnp.float32(0), 1j)])
+def test_inner_whose_state_would_lose_what_it_holds(start, drift):
+    inner = optax.GradientTransformation(
+        lambda params: start, lambda updates, state, params=None: (updates, state + drift)
+    )
+    tx = oa.accumulate(inner, 2)
+    text = message(TypeError, lambda: tx.update(PARAMS, tx.init(PARAMS), last=True))
+    assert "would lose what it holds" in text

@@ -431,3 +431,59 @@ def test_our_arithmetic_promotes_nothing_silently(strict, loss_reduction):
                     updates, state = update(params, state, params, value=1.0, **keywords)
                 scale = {"mean": 1, "sum": k, "sum_over_weight": 0.5}[loss_reduction]
                 np.testing.assert_array_equal(updates["w"], np.full((2, 3), scale, dtype))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_contribution_that_overflows_is_not_finite(k):
+    tx = sgd(k, nonfinite="skip_micro_step")
+    steps = [(jnp.array([1e35, 1.0]), {"weight": 1e6})] + [(jnp.ones(2), {"weight": 1.0})] * (k - 1)
+    emitted, _, state = feed(tx, jnp.zeros(2), steps)
+    np.testing.assert_array_equal(-emitted[-1], np.ones(2) if k == 2 else np.zeros(2))
+    assert int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("number", [2**40, 3, 1e30, True])
+def test_values_and_weights_keep_their_size(k, number):
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra):
+        jax.debug.callback(lambda v: seen.append(float(v)), value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = oa.accumulate(inner, k)
+    state = tx.init(jnp.zeros([]))
+    for _ in range(k):
+        _, state = tx.update(jnp.ones([]), state, value=number, weight=1024.0)
+    jax.effects_barrier()
+    assert seen == [np.float32(number)]
+    _, state = oa.accumulate(inner, 9).update(
+        jnp.ones([]), oa.accumulate(inner, 9).init(jnp.zeros([])), value=1.0, weight=number
+    )
+    assert float(state.weight_sum) == np.float32(number)
+
+
+@pytest.mark.parametrize("leftover", [100.0, NAN])
+def test_a_gradient_of_none_keeps_nothing_of_the_window_before(leftover):
+    tx, params = sgd(2), {"a": jnp.zeros([]), "b": jnp.zeros([])}
+    state, updates = tx.init(params), None
+    for a in (leftover, leftover, None, 1.0):
+        grads = {"a": None if a is None else jnp.float32(a), "b": jnp.ones([])}
+        updates, state = tx.update(grads, state, params)
+    assert (float(updates["a"]), float(updates["b"])) == (-0.5, -1.0)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_step", "skip_window"])
+def test_derivatives_by_the_weights_stay_finite_where_a_micro_step_is_left_out(nonfinite):
+    tx = sgd(2, nonfinite=nonfinite)
+    bad = 0.0 if nonfinite == "propagate" else 2.0
+
+    def descended(weights):
+        state, total = tx.init(jnp.zeros([])), 0.0
+        for grad, weight in zip([1.0, NAN], weights, strict=True):
+            updates, state = tx.update(jnp.float32(grad), state, jnp.zeros([]), weight=weight)
+            total += updates
+        return total
+
+    np.testing.assert_array_equal(jax.grad(descended)(jnp.array([1.0, bad])), 0)
