@@ -937,3 +937,19 @@ def test_our_own_arithmetic_promotes_nothing_silently(k, strict):
             assert oa.has_updated(state)
             jax.tree.map(np.testing.assert_array_equal, updates, grads)
             oa.flush(tx, state, params)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_replicated_gradients_of_sharded_parameters_on_an_explicit_mesh(jit):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.zeros(8), jax.sharding.NamedSharding(mesh, spec("d")))
+        tx = oa.accumulate(optax.sgd(1.0), 2)
+        update = jax.jit(tx.update) if jit else tx.update
+        state, updates = tx.init(params), None
+        for number in (1.0, 3.0):
+            grads = jax.device_put(jnp.full(8, number), jax.sharding.NamedSharding(mesh, spec()))
+            updates, state = update(grads, state, params)
+    np.testing.assert_array_equal(np.asarray(updates), -2.0)
+    assert state.grad_sum.sharding.spec == spec("d")
