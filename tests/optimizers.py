@@ -165,7 +165,7 @@ CONTRIB = (
     Optimizer("dog", with_rate(contrib.dog, init_step=("distance", 0.5)), ulps=SENSITIVE),
     Optimizer("dowg", with_rate(contrib.dowg, init_estim_sq_dist=0.5), ulps=SENSITIVE),
     Optimizer("galore", with_rate(contrib.galore, rank=2, update_proj_gap=2)),
-    Optimizer("madgrad", with_rate(contrib.madgrad)),
+    Optimizer("madgrad", with_rate(contrib.madgrad), ulps=SENSITIVE),  # new - old parameters
     Optimizer(
         "mechanize", lambda rate: contrib.mechanize(optax.sgd(rate), s_init=0.1), ulps=SENSITIVE
     ),

