@@ -88,11 +88,11 @@ def judge(
         weight = jnp.ones([], jnp.float32)
     present = True if known is not None else weight != 0
     if nonfinite == "skip_micro_step":
-        finite = all_finite(grads, weight if scaled else None) & _is_weight(weight)
+        finite = all_finite(grads, weight if scaled else None) & is_weight(weight)
         keep, dropped = present & finite, present & ~finite
     else:
         keep, dropped = present, False
-        weight = jnp.where(_is_weight(weight), weight, jnp.nan)
+        weight = jnp.where(is_weight(weight), weight, jnp.nan)
     return Contribution(weight if scaled else None, weight, keep, dropped)
 
 
@@ -263,7 +263,7 @@ def _opened(total: jax.Array, part: Contribution, first: bool | jax.Array) -> ja
     return jnp.where(first & part.keep, jnp.zeros([], total.dtype), total)
 
 
-def _is_weight(weight: jax.Array) -> jax.Array:
+def is_weight(weight: jax.Array) -> jax.Array:
     return (weight >= 0) & (weight <= _checks.LARGEST_WEIGHT)
 
 

@@ -110,13 +110,20 @@ def weighed(
     wide = _fits.promoted(dtype, jnp.float32)
     weights = _weights(settings, stacked, (into.k,), into.m)
     tail = _weights(settings, rest, (), into.r) if into.r else jnp.zeros([], jnp.float32)
-    whole = jnp.sum(weights) + tail
+    whole = _counted(settings, jnp.append(weights, tail))
     share = _shares.shares(settings.loss_reduction, whole, wide)
     numbers = jnp.arange(into.k, dtype=jnp.int32)
     plan = MicroBatch(numbers, (), weights, *share(weights))
     if rest is None:
         return plan, None, whole
     return plan, MicroBatch(jnp.full([], into.k, jnp.int32), rest, tail, *share(tail)), whole
+
+
+def _counted(settings: Settings, weights: jax.Array) -> jax.Array:
+    """The whole weight; what is no weight is one dropped micro-batch, where those are dropped."""
+    if settings.nonfinite == "skip_micro_step":
+        weights = jnp.where(acc.is_weight(weights), weights, 0)
+    return jnp.sum(weights)
 
 
 def _weights(settings: Settings, batch: Any, shape: tuple[int, ...], examples: int) -> jax.Array:

@@ -325,3 +325,19 @@ def test_errors_of_leaves():
         assert shown in str(caught.value)
     with pytest.raises(TypeError, match="expected a real floating scalar"):
         oa.value_and_grad(lambda w, x: w * x, 2)(FINE["w"], FINE["x"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf")])
+def test_a_traced_weight_that_is_none_drops_its_own_micro_batch_alone(bad):
+    grad_fn = oa.value_and_grad(
+        lambda w, b: square(w, b["x"]),
+        4,
+        weight=lambda b: b["w"].sum(),
+        nonfinite="skip_micro_step",
+        has_stats=True,
+    )
+    batch = {"x": jnp.arange(8.0), "w": jnp.ones(8).at[1].set(bad).at[5].set(0.0)}
+    (value, stats), grad = jax.jit(grad_fn)(jnp.zeros([]), batch)
+    kept = np.array([0.0, 4, 2, 6, 3, 7])
+    np.testing.assert_allclose((value, grad), (np.mean(kept**2), -2 * kept.mean()), rtol=1e-6)
+    assert (float(stats.weight), int(stats.skipped)) == (6.0, 1)
