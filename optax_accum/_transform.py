@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _checks
-from optax_accum._micro_step import (
+from optax_accum._advance import (
     HIDDEN,
     PARAMS,
     UPDATES,
