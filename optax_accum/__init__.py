@@ -6,6 +6,7 @@ The arithmetic of one big batch, in the memory of one micro-batch.
 from optax_accum import diagnostics as diagnostics
 from optax_accum import verify as verify
 from optax_accum._loop import value_and_grad as value_and_grad
+from optax_accum._micro_step import micro_step as micro_step
 from optax_accum._scan import Stats as Stats
 from optax_accum._state import AccumulateState as AccumulateState
 from optax_accum._transform import accumulate as accumulate
@@ -23,6 +24,7 @@ for _public in (
     flush,
     has_updated,
     mark_last,
+    micro_step,
 ):
     _public.__module__ = __name__  # where users find them: tracebacks, help() and pickles say so
 del _public

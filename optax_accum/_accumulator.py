@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optax_accum import _axis, _checks
 from optax_accum._fits import aligned, check_kept, is_none, promoted, real, window_dtype
@@ -63,6 +64,14 @@ def fresh(grad_sum: optax.Updates | None) -> Window:
     return Window(grad_sum, zero(), zero(), zero(), jnp.zeros([], jnp.int32))
 
 
+def emptied(window: Window) -> Window:
+    """The window, what is left over in it overwritten by zeros: for additions that cannot do so."""
+    leaves, treedef = jax.tree.flatten(window.grad_sum)
+    zeros = lambda: [jnp.zeros_like(leaf) for leaf in leaves]  # noqa: E731 (a branch)
+    sums = lax.cond(window.kept == 0, zeros, lambda: leaves)
+    return window._replace(grad_sum=treedef.unflatten(sums))
+
+
 def reopen(window: Window, full: Any) -> Window:
     """The window, opened anew where it was full."""
     pairs = zip(fresh(None)[1:], window[1:], strict=True)
@@ -70,7 +79,7 @@ def reopen(window: Window, full: Any) -> Window:
 
 
 def judge(
-    grads: optax.Updates,
+    grads: optax.Updates | None,
     weight: Any,
     known: float | None,
     loss_reduction: str,

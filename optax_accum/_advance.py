@@ -10,6 +10,7 @@ import optax
 
 from optax_accum import _accumulator as acc
 from optax_accum import _checks, _fits
+from optax_accum._call import HIDDEN, Call, Settings, checked_call
 from optax_accum._cond import cond, result_shapes
 from optax_accum._state import (
     AccumulateState,
@@ -57,66 +58,6 @@ UPDATES = Emit(updated=lambda updates, params: updates, idle=_zero_updates)
 PARAMS = Emit(updated=_applied, idle=lambda make, params, sums: params)
 
 
-HIDDEN = (
-    "a wrapper that takes no extra arguments stands around accumulate, so weight= and last= would "
-    "not reach its window; put the wrapper inside, accumulate(wrapper(inner), k)."
-)
-
-
-class Settings(NamedTuple):
-    """What `accumulate` was given, checked."""
-
-    inner: optax.GradientTransformationExtraArgs
-    takes_extra: bool  # whether inner takes extra arguments by itself
-    k: int | Callable[[Any], Any]
-    loss_reduction: str
-    accumulator_dtype: Any
-    nonfinite: str
-
-    def read_k(self, update_step: jax.Array) -> jax.Array:
-        if callable(self.k):
-            return _checks.scheduled_k(self.k, update_step)
-        return jnp.full([], self.k, jnp.int32)
-
-
-class Call(NamedTuple):
-    """One call's arguments, checked."""
-
-    grads: optax.Updates
-    params: optax.Params | None
-    weight: jax.Array | None  # shape=(), dtype=jnp.float32
-    known_weight: float | None  # its value, 1 for None, or None while it is traced
-    last: Any
-    value: jax.Array | None  # shape=(), dtype=jnp.float32
-    loss_reduction: str
-    extra: dict[str, Any]
-
-
-def check_settings(
-    inner: Any, k: Any, loss_reduction: str, accumulator_dtype: Any, nonfinite: str
-) -> Settings:
-    if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
-        raise TypeError(
-            f"inner is an object of class {type(inner).__name__}, expected an "
-            "optax.GradientTransformation; type inner.gradient_transformation()."
-        )
-    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
-        raise TypeError(
-            f"inner is a {type(inner).__name__}, expected an optax.GradientTransformation; "
-            "type accumulate(optax.adamw(1e-3), k=8)."
-        )
-    _checks.choice("loss_reduction", loss_reduction, _checks.LOSS_REDUCTIONS)
-    _checks.choice("nonfinite", nonfinite, _checks.NONFINITE_POLICIES)
-    return Settings(
-        optax.with_extra_args_support(inner),
-        isinstance(inner, optax.GradientTransformationExtraArgs),
-        k if callable(k) else _checks.integer_k(k),
-        loss_reduction,
-        _checks.accumulator_dtype(accumulator_dtype),
-        nonfinite,
-    )
-
-
 def init(settings: Settings, params: optax.Params) -> AccumulateState:
     inner_state = settings.inner.init(params)
     if outermost_states(inner_state) and not settings.takes_extra:
@@ -135,6 +76,13 @@ def init(settings: Settings, params: optax.Params) -> AccumulateState:
     )
 
 
+def run(
+    settings: Settings, emit: Emit, grads: Any, state: Any, params: Any, **arguments: Any
+) -> Any:
+    """One call, from its arguments as they were given."""
+    return advance(settings, emit, state, checked_call(settings, grads, state, params, **arguments))
+
+
 def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) -> Any:
     """Add one micro-gradient; where that fills the window, close it and run inner."""
     part = acc.judge(
@@ -146,10 +94,25 @@ def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) 
     )
     if state.grad_sum is None and settings.k == 1:
         return _bufferless(settings, emit, state, call, part)
-    k = jnp.where(state.micro_step == 0, settings.read_k(state.update_step), state.k)
-    full = True if call.last is True else (state.micro_step + 1 >= k) | call.last
     clocks = (state.update_step, state.micro_step)
     window = acc.add(state.window, part, call.grads, call.value, clocks)
+    return settle(settings, emit, state, call, window, part.dropped)
+
+
+def settle(
+    settings: Settings,
+    emit: Emit,
+    state: AccumulateState,
+    call: Call,
+    window: acc.Window,
+    dropped: bool | jax.Array,
+) -> Any:
+    """A micro-step has been added to the window: close it and run inner where that fills it.
+
+    Of `call.grads` only the structure and the dtypes are looked at.
+    """
+    k = jnp.where(state.micro_step == 0, settings.read_k(state.update_step), state.k)
+    full = True if call.last is True else (state.micro_step + 1 >= k) | call.last
 
     def close() -> Any:
         params = differentiated(call.params)
@@ -169,7 +132,7 @@ def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) 
         micro_step=jnp.where(full, 0, state.micro_step + 1),
         k=k,
         inner_state=inner_state,
-        skipped=state.skipped + jnp.asarray(part.dropped).astype(jnp.int32) + lost,
+        skipped=state.skipped + jnp.asarray(dropped).astype(jnp.int32) + lost,
         **acc.reopen(window, full)._asdict(),
     )
     return result, _clocks(settings, state, full, updated)
@@ -237,9 +200,8 @@ def _branches(
                 extra.update(weight=window.weight_sum, from_outer_mean=True)
         if "grad" in extra:
             extra["grad"] = gradient
-        missing = call.value is None and call.known_weight == 0
-        if call.value is not None or (missing and needs_value(lambda: update(gradient, extra))):
-            extra["value"] = acc.mean_value(window, call.loss_reduction)
+        value = acc.mean_value(window, call.loss_reduction)
+        extra |= given(settings, call, value, gradient, lambda more: update(gradient, extra | more))
         return *update(gradient, extra), True
 
     shapes = functools.cache(lambda: result_shapes(lambda: run()[0]))
@@ -264,57 +226,31 @@ def _branches(
     return run, idle, lambda: cond(call.last, flush_nested, idle)
 
 
-def needs_value(update: Callable[[], Any]) -> bool:
-    """Whether inner cannot run without a `value`: a flush has none of its own to give."""
-    try:
-        result_shapes(update)
-    except TypeError as error:
-        return "'value'" in str(error)
-    return False
-
-
-def checked_call(
+def given(
     settings: Settings,
-    grads: optax.Updates,
-    state: Any,
-    params: optax.Params | None,
-    weight: Any = None,
-    last: Any = False,
-    value: Any = None,
-    from_outer_mean: bool = False,  # said by an outer accumulate, whose gradients are means
-    **extra: Any,
-) -> Call:
-    if not isinstance(state, AccumulateState):
-        raise TypeError(
-            f"state is a {type(state).__name__}, expected the AccumulateState that tx.init(params) "
-            "returned; restore checkpoints into that structure: target=tx.init(params)."
-        )
-    if state.grad_sum is not None:
-        _fits.check_gradients(state.grad_sum, grads, settings.accumulator_dtype)
-    elif settings.k != 1 and jax.tree.leaves(grads):
-        raise ValueError(
-            f"the state holds no window, being made by accumulate(inner, k=1), and k is now "
-            f"{settings.k}; type tx.init(params)._replace(inner_state=state.inner_state, "
-            "update_step=state.update_step)."
-        )
-    known = 1.0
-    if weight is not None:
-        checked = _checks.real_scalar("weight", weight)
-        known = None if from_outer_mean else _checks.known_weight(weight)
-        weight = checked
-    if settings.loss_reduction == "sum" and known != (1.0 if weight is None else 0):
-        raise ValueError(
-            "weight was given with loss_reduction='sum', whose gradients are summed as they are; "
-            "drop weight=, or type loss_reduction='sum_over_weight' to divide by it. (Nested: an "
-            "outer accumulate passes its window's weight on; give both 'sum', or the inner 'mean'.)"
-        )
-    if settings.loss_reduction == "sum_over_weight" and weight is None:
-        raise ValueError(
-            "weight is missing, expected with loss_reduction='sum_over_weight'; type "
-            "tx.update(grads, state, params, weight=tokens_in_this_micro_batch)."
-        )
-    if value is not None:
-        value = _checks.real_scalar("value", value)
-    last = _checks.scalar_flag("last", last)
-    reduction = "mean" if from_outer_mean else settings.loss_reduction
-    return Call(grads, params, weight, known, last, value, reduction, extra)
+    call: Call,
+    value: Any,
+    gradient: Any,
+    update: Callable[[dict[str, Any]], Any],
+) -> dict[str, Any]:
+    """What inner gets of the window besides its gradient, in extra arguments.
+
+    A flush has no value of its own, and passes the window's only where inner cannot run without.
+    """
+    if call.value is None:
+        needed = call.known_weight == 0 and _fails_over(update, {}) == "value"
+        return {"value": value} if needed else {}
+    if not call.offered:
+        return {"value": value}
+    offered = {"value": value, "grad": gradient} if settings.takes_extra else {}
+    while offered and (refused := _fails_over(update, offered)) in offered:
+        del offered[refused]
+    return offered
+
+
+def _fails_over(update: Callable[[dict[str, Any]], Any], extra: dict[str, Any]) -> str | None:
+    try:
+        result_shapes(lambda: update(extra))
+    except TypeError as error:
+        return next((name for name in ("value", "grad") if f"'{name}'" in str(error)), None)
+    return None

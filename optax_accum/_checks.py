@@ -1,7 +1,7 @@
 """Validators that several rooms share. Every message says: got, expected, what to type."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -156,3 +156,26 @@ def scalar_flag(name: str, flag: Any) -> Any:
             f"{name}=jnp.asarray(flag, bool) for a traced one."
         )
     return flag
+
+
+def indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Numbers of arguments, one given alone included."""
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def weight_function(weight: Any, loss_reduction: str) -> None:
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"weight is {described(weight)}, expected a function of a micro-batch; type "
+            "weight=lambda batch: batch['mask'].sum()."
+        )
+    if weight is not None and loss_reduction == "sum":
+        raise ValueError(
+            "weight was given with loss_reduction='sum', whose losses are summed as they are; drop "
+            "weight=, or type loss_reduction='sum_over_weight' to divide by it."
+        )
+    if weight is None and loss_reduction == "sum_over_weight":
+        raise ValueError(
+            "weight is missing, expected with loss_reduction='sum_over_weight'; type "
+            "weight=lambda batch: batch['mask'].sum()."
+        )

@@ -41,7 +41,7 @@ def obstacle(
     primals: tuple[Any, ...],
     sums: Any,
     nonfinite: str,
-    narrow_loss: bool,
+    narrow_seed: bool,
 ) -> str | None:
     """Why refs cannot be used here, or None where they can. `trial` is the loss of (batch, *p)."""
     if nonfinite == "skip_micro_step":
@@ -60,7 +60,7 @@ def obstacle(
                 f"{jnp.result_type(primal).name}, and refs add in the parameter's dtype; keep "
                 "float32 parameters and cast them inside the layers, or type engine='carry'"
             )
-    if narrow_loss:
+    if narrow_seed:
         return (
             "the loss is narrower than float32, so its weight cannot start the backward pass; "
             "return loss.astype(jnp.float32), or type engine='carry'"

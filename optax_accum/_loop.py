@@ -105,7 +105,7 @@ def value_and_grad(
     _checks.choice("engine", engine, _engines.ENGINES)
     _checks.choice("loss_reduction", loss_reduction, _checks.LOSS_REDUCTIONS)
     _checks.choice("nonfinite", nonfinite, ("propagate", "skip_micro_step"))
-    _check_weight(weight, loss_reduction)
+    _checks.weight_function(weight, loss_reduction)
     if merge_state is not None and state_argnum is None:
         raise ValueError(
             "merge_state was given without state_argnum; type state_argnum= for the argument that "
@@ -115,10 +115,10 @@ def value_and_grad(
         loss_fn,
         None if k is None else _checks.integer_k(k),
         None if micro_batch_size is None else _checks.integer_k(micro_batch_size),
-        _indices(argnums),
+        _checks.indices(argnums),
         has_aux,
-        _indices(batch_argnums),
-        _indices(rng_argnums),
+        _checks.indices(batch_argnums),
+        _checks.indices(rng_argnums),
         state_argnum,
         merge_state,
         weight,
@@ -151,28 +151,6 @@ def value_and_grad(
         return (outcome.loss if len(value) == 1 else value), grads
 
     return value_and_grad_fn
-
-
-def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-
-def _check_weight(weight: Any, loss_reduction: str) -> None:
-    if weight is not None and not callable(weight):
-        raise TypeError(
-            f"weight is {_checks.described(weight)}, expected a function of a micro-batch; type "
-            "weight=lambda batch: batch['mask'].sum()."
-        )
-    if weight is not None and loss_reduction == "sum":
-        raise ValueError(
-            "weight was given with loss_reduction='sum', whose losses are summed as they are; drop "
-            "weight=, or type loss_reduction='sum_over_weight' to divide by it."
-        )
-    if weight is None and loss_reduction == "sum_over_weight":
-        raise ValueError(
-            "weight is missing, expected with loss_reduction='sum_over_weight'; type "
-            "weight=lambda batch: batch['mask'].sum()."
-        )
 
 
 def _check_apart(settings: Settings) -> None:

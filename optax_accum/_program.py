@@ -65,29 +65,33 @@ def normalized(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
             full[settings.state_argnum] = state
         for i, primal in zip(settings.argnums, primals, strict=True):
             full[i] = primal
-        return _unpacked(settings, settings.loss_fn(*full, **kwargs))
+        out = settings.loss_fn(*full, **kwargs)
+        return unpacked(out, settings.has_aux, settings.state_argnum)
 
     return loss
 
 
-def _unpacked(settings: Settings, out: Any) -> tuple[Any, tuple[Any, Any]]:
-    threaded = settings.state_argnum is not None
-    if not (threaded or settings.has_aux):
+def unpacked(
+    out: Any, has_aux: bool, state_argnum: int | None = None
+) -> tuple[Any, tuple[Any, Any]]:
+    """What a loss function returned, as (loss, (new state, aux))."""
+    threaded = state_argnum is not None
+    if not (threaded or has_aux):
         return out, (None, None)
     try:
         loss, rest = out
-        state, aux = rest if threaded and settings.has_aux else (rest, rest)
+        state, aux = rest if threaded and has_aux else (rest, rest)
     except (TypeError, ValueError):
         expected = {
             (True, False): "(loss, new_state)",
             (False, True): "(loss, aux)",
             (True, True): "(loss, (new_state, aux))",
-        }[threaded, settings.has_aux]
+        }[threaded, has_aux]
         raise TypeError(
             f"loss_fn returned {_checks.described(out)}, expected {expected} with "
-            f"has_aux={settings.has_aux}, state_argnum={settings.state_argnum}."
+            f"has_aux={has_aux}, state_argnum={state_argnum}."
         ) from None
-    return loss, (state if threaded else None, aux if settings.has_aux else None)
+    return loss, (state if threaded else None, aux if has_aux else None)
 
 
 def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
@@ -95,12 +99,16 @@ def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
     shapes = jax.eval_shape(
         lambda b: loss(primals, MicroBatch(index, b, weight, weight, weight), state), batch
     )
-    if not _checks.is_scalar(shapes[0], jnp.floating):
+    check_loss(shapes[0])
+    return shapes
+
+
+def check_loss(loss: Any) -> None:
+    if not _checks.is_scalar(loss, jnp.floating):
         raise TypeError(
-            f"loss_fn returned {_checks.described(shapes[0])}, expected a real floating scalar; "
+            f"loss_fn returned {_checks.described(loss)}, expected a real floating scalar; "
             "type has_aux=True if it returns (loss, aux), or average the loss over the examples."
         )
-    return shapes
 
 
 def weighed(

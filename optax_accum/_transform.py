@@ -1,6 +1,5 @@
 """The time driver: a window that stays open across calls, in the optimizer's state."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -9,16 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _checks
-from optax_accum._advance import (
-    HIDDEN,
-    PARAMS,
-    UPDATES,
-    Emit,
-    advance,
-    check_settings,
-    checked_call,
-    init,
-)
+from optax_accum._advance import PARAMS, UPDATES, init, run
+from optax_accum._call import HIDDEN, check_settings, settings_of
 from optax_accum._state import (
     AccumulateState,
     differentiated,
@@ -109,15 +100,11 @@ def accumulate(
     def init_fn(params: optax.Params) -> AccumulateState:
         return init(settings, params)
 
-    def run(emit: Emit, grads: Any, state: Any, params: Any, **arguments: Any) -> Any:
-        call = checked_call(settings, grads, state, params, **arguments)
-        return advance(settings, emit, state, call)
-
     def update_fn(updates: Any, state: Any, params: Any = None, **arguments: Any) -> Any:
-        return run(UPDATES, updates, state, params, **arguments)
+        return run(settings, UPDATES, updates, state, params, **arguments)
 
-    # How apply_gradients finds it.
-    update_fn.in_place = functools.partial(run, PARAMS)  # pyright: ignore[reportFunctionMemberAccess]
+    # How apply_gradients and micro_step know it.
+    update_fn.settings = settings  # pyright: ignore[reportFunctionMemberAccess]
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -166,9 +153,9 @@ def apply_gradients(
       >>> params.tolist()
       [0.5, 1.5]
     """
-    in_place = getattr(tx.update, "in_place", None)
-    if in_place is not None:
-        return in_place(grads, state, params, weight=weight, last=last, **extra)
+    settings = settings_of(tx)
+    if settings is not None:
+        return run(settings, PARAMS, grads, state, params, weight=weight, last=last, **extra)
     if weight is not None:
         extra["weight"] = weight
     if last is not False:

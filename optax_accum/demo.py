@@ -1,4 +1,4 @@
-"""The demo: five runs of one small language model over the same batches, compared.
+"""The demo: six runs of one small language model over the same batches, compared.
 
 Every run takes each update on the same sequences from the same weights, so what differs at the
 end is the arithmetic alone. The sequences have unequal numbers of counted tokens: a mean over
@@ -6,6 +6,7 @@ micro-batches that forgets their weights is then not the mean over the global ba
 """
 
 import contextlib
+import functools
 import json
 import pydoc_data.topics
 import signal
@@ -87,22 +88,29 @@ def token_mean_loss(model: Callable[..., jax.Array], batch: Batch) -> jax.Array:
     return jnp.sum(losses * batch.counted) / jnp.sum(batch.counted)
 
 
+def counted_tokens(batch: Batch) -> jax.Array:
+    return jnp.sum(batch.counted)
+
+
 class Run(NamedTuple):
     name: str
     tx: optax.GradientTransformation
-    k: int = 1
+    k: int = 1  # calls of the program an update, each with its part of the global batch
     weighted: bool = False
     order: Any = slice(None)  # of the sequences in a global batch
-    micro_step: Any = None  # compiled
+    value_and_grad: Any = jax.value_and_grad
+    program: Any = None  # compiled
     params: Any = None
     state: Any = None
 
 
 def planned(inner: optax.GradientTransformation, k: int, another_order: np.ndarray) -> list[Run]:
     accumulated = oa.accumulate(inner, k)
+    in_one_call = functools.partial(oa.value_and_grad, k=k, weight=counted_tokens)
     return [
         Run("big batch", inner),
         Run("accumulate", accumulated, k, weighted=True),
+        Run("value_and_grad", inner, value_and_grad=in_one_call),
         Run("without weights", accumulated, k),
         Run("optax.MultiSteps", optax.MultiSteps(inner, k).gradient_transformation(), k),
         Run("big batch shuffled", inner, order=another_order),
@@ -125,33 +133,35 @@ def compiled(run: Run, batch: Batch, seed: int) -> Run:
     graph, params = nnx.split(Transformer(nnx.Rngs(seed)))
     state = run.tx.init(params)
 
-    def micro_step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
-        loss_fn = lambda params: token_mean_loss(nnx.merge(graph, params), batch)  # noqa: E731
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        weight = jnp.sum(batch.counted) if run.weighted else None
+    def loss_fn(params: Any, batch: Batch) -> jax.Array:
+        return token_mean_loss(nnx.merge(graph, params), batch)
+
+    def call(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
+        loss, grads = run.value_and_grad(loss_fn)(params, batch)
+        weight = counted_tokens(batch) if run.weighted else None
         params, state = oa.apply_gradients(run.tx, grads, state, params, weight=weight)
         return params, state, loss
 
-    part = micro_batches(run, batch)[0]
+    part = parts_of(run, batch)[0]
     # Devices that round the factors of a product to fewer bits would do so differently per shape.
     with jax.default_matmul_precision("highest"):
-        lowered = jax.jit(micro_step, donate_argnums=(0, 1)).lower(params, state, part)
-    return run._replace(micro_step=lowered.compile(), params=params, state=state)
+        lowered = jax.jit(call, donate_argnums=(0, 1)).lower(params, state, part)
+    return run._replace(program=lowered.compile(), params=params, state=state)
 
 
-def micro_batches(run: Run, batch: Batch) -> list[Batch]:
+def parts_of(run: Run, batch: Batch) -> list[Batch]:
     parts = (np.split(leaf[run.order], run.k) for leaf in batch)
     return [Batch(*leaves) for leaves in zip(*parts, strict=True)]
 
 
 def update(run: Run, batch: Batch, calls: list[None]) -> tuple[Run, float, float, int]:
     """One update: the run after it, its loss over the global batch, seconds, calls of inner."""
-    parts, losses = micro_batches(run, batch), []
+    parts, losses = parts_of(run, batch), []
     params, state = run.params, run.state
     calls.clear()
     started = time.perf_counter()
     for part in parts:
-        params, state, loss = run.micro_step(params, state, part)
+        params, state, loss = run.program(params, state, part)
         losses.append(loss)
     jax.block_until_ready((params, state, losses))
     seconds = time.perf_counter() - started
@@ -209,7 +219,7 @@ def compared(runs: list[Run], history: History) -> list[Result]:
             losses[i, -1],
             abs(losses[i] - losses[0]).max(),
             far[i].max(),
-            *compiled_bytes(run.micro_step),
+            *compiled_bytes(run.program),
             times[i] / times[0],
             int(calls[i].sum()),
             losses[i, 0],
