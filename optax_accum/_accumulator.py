@@ -72,6 +72,36 @@ def emptied(window: Window) -> Window:
     return window._replace(grad_sum=treedef.unflatten(sums))
 
 
+def reduced(window: Window, axis_name: _axis.AxisName | None) -> Window:
+    """The window of all replicas, from each one's own; in float32 or wider."""
+    if axis_name is None:
+        return window
+
+    def opened(total: jax.Array) -> jax.Array:
+        total = total.astype(promoted(total.dtype, jnp.float32))
+        return jnp.where(window.kept == 0, jnp.zeros([], total.dtype), total)
+
+    sums = jax.tree.map(opened, window.grad_sum)
+    kept = _axis.largest(window.kept, axis_name)
+    sums, weight, value, value_weight = _axis.total((sums, *window[1:4]), axis_name)
+    return Window(sums, weight, value, value_weight, kept)
+
+
+def folded(window: Window, replicas: int) -> Window:
+    """The rows of a window's replicas, summed into another number of rows."""
+
+    def rows(x: jax.Array) -> jax.Array:
+        wide = x.astype(promoted(x.dtype, jnp.float32))
+        kept = window.kept.reshape(-1, *(1,) * (x.ndim - 1))
+        wide = jnp.where(kept == 0, jnp.zeros([], wide.dtype), wide)
+        padding = -len(wide) % replicas
+        wide = jnp.pad(wide, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return wide.reshape(-1, replicas, *x.shape[1:]).sum(0).astype(x.dtype)
+
+    kept = jnp.pad(window.kept, (0, -len(window.kept) % replicas)).reshape(-1, replicas).max(0)
+    return jax.tree.map(rows, window._replace(kept=None))._replace(kept=kept)
+
+
 def reopen(window: Window, full: Any) -> Window:
     """The window, opened anew where it was full."""
     pairs = zip(fresh(None)[1:], window[1:], strict=True)
@@ -84,11 +114,13 @@ def judge(
     known: float | None,
     loss_reduction: str,
     nonfinite: str,
+    axis_name: _axis.AxisName | None = None,
 ) -> Contribution:
     """Decide how one micro-gradient enters the window, from its weight and its finiteness.
 
     `known` is the weight's value where it is known before compilation (1 where no weight was
-    given). A traced weight below zero or not finite counts as a micro-gradient that is not.
+    given). A traced weight below zero or not finite counts as a micro-gradient that is not. What
+    one replica of a mapped axis drops, all drop.
     """
     if known == 0:
         return Contribution(None, jnp.zeros([], jnp.float32), False, False)
@@ -98,7 +130,8 @@ def judge(
     present = True if known is not None else weight != 0
     if nonfinite == "skip_micro_step":
         finite = all_finite(grads, weight if scaled else None) & is_weight(weight)
-        keep, dropped = present & finite, present & ~finite
+        dropped = _axis.anywhere(present & ~finite, axis_name)
+        keep = present & finite if axis_name is None else present & ~dropped
     else:
         keep, dropped = present, False
         weight = jnp.where(is_weight(weight), weight, jnp.nan)
@@ -110,7 +143,7 @@ def add(
     part: Contribution,
     grads: optax.Updates,
     value: Any,
-    clocks: tuple[jax.Array, jax.Array],
+    clocks: tuple[Any, ...],
 ) -> Window:
     """The window with one micro-gradient more."""
     if part.keep is False:
@@ -124,7 +157,7 @@ def add_sums(
     part: Contribution,
     grads: optax.Updates,
     first: bool | jax.Array,
-    clocks: tuple[jax.Array, jax.Array],
+    clocks: tuple[Any, ...],
 ) -> Any:
     """The sums with one micro-gradient more; the first one overwrites them."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks, _fits
+from optax_accum import _axis, _checks, _fits, _rows
 from optax_accum._call import HIDDEN, Call, Settings, checked_call
 from optax_accum._cond import cond, result_shapes
 from optax_accum._state import (
@@ -62,9 +62,11 @@ def init(settings: Settings, params: optax.Params) -> AccumulateState:
     inner_state = settings.inner.init(params)
     if outermost_states(inner_state) and not settings.takes_extra:
         raise TypeError(HIDDEN)
+    _rows.check_nested(settings.axis_name, inner_state)
     window = acc.open_window(differentiated(params), settings.accumulator_dtype)
     if settings.k == 1:
         window = window._replace(grad_sum=None)
+    window = _rows.rows(settings.axis_name, window)
     return AccumulateState(
         micro_step=jnp.zeros([], jnp.int32),
         k=settings.read_k(jnp.zeros([], jnp.int32)),
@@ -80,7 +82,10 @@ def run(
     settings: Settings, emit: Emit, grads: Any, state: Any, params: Any, **arguments: Any
 ) -> Any:
     """One call, from its arguments as they were given."""
-    return advance(settings, emit, state, checked_call(settings, grads, state, params, **arguments))
+    local = _rows.without(settings.axis_name, state)
+    call = checked_call(settings, grads, local, params, **arguments)
+    result, local = advance(settings, emit, local, call)
+    return result, _rows.restored(settings.axis_name, local)
 
 
 def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) -> Any:
@@ -91,10 +96,12 @@ def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) 
         call.known_weight,
         call.loss_reduction,
         settings.nonfinite,
+        settings.axis_name,
     )
     if state.grad_sum is None and settings.k == 1:
-        return _bufferless(settings, emit, state, call, part)
-    clocks = (state.update_step, state.micro_step)
+        bufferless = _bufferless if settings.axis_name is None else _bufferless_reduced
+        return bufferless(settings, emit, state, call, part)
+    clocks = (state.update_step, state.micro_step, _axis.replica(settings.axis_name))
     window = acc.add(state.window, part, call.grads, call.value, clocks)
     return settle(settings, emit, state, call, window, part.dropped)
 
@@ -106,25 +113,31 @@ def settle(
     call: Call,
     window: acc.Window,
     dropped: bool | jax.Array,
+    always_full: bool = False,
 ) -> Any:
     """A micro-step has been added to the window: close it and run inner where that fills it.
 
-    Of `call.grads` only the structure and the dtypes are looked at.
+    Of `call.grads` only the structure and the dtypes are looked at. Whether it is full is decided
+    from the clocks and `last`, equal on all replicas; all else is judged after the reduction.
     """
     k = jnp.where(state.micro_step == 0, settings.read_k(state.update_step), state.k)
-    full = True if call.last is True else (state.micro_step + 1 >= k) | call.last
+    full = always_full or call.last is True or (state.micro_step + 1 >= k) | call.last
 
-    def close() -> Any:
-        params = differentiated(call.params)
-        return acc.close(window, call.grads, params, call.loss_reduction)
+    def branches(window: acc.Window) -> tuple[Callable[[], Any], ...]:
+        def close() -> Any:
+            params = differentiated(call.params)
+            return acc.close(window, call.grads, params, call.loss_reduction)
 
-    run, idle, empty = _branches(settings, emit, state, call, window, close)
+        return _branches(settings, emit, state, call, window, close)
 
     def boundary() -> Any:
-        ok, lost = acc.may_update(window, call.known_weight, settings.nonfinite)
+        whole = acc.reduced(window, settings.axis_name)
+        ok, lost = acc.may_update(whole, call.known_weight, settings.nonfinite)
+        run, _, empty = branches(whole)
         return *cond(ok, run, empty), lost
 
     def inside() -> Any:
+        _, idle, _ = branches(window)
         return *idle(), jnp.zeros([], jnp.int32)
 
     result, inner_state, updated, lost = cond(full, boundary, inside)
@@ -161,6 +174,21 @@ def _bufferless(
         skipped=state.skipped + jnp.asarray(part.dropped).astype(jnp.int32) + lost,
     )
     return result, _clocks(settings, state, True, updated)
+
+
+def _bufferless_reduced(
+    settings: Settings,
+    emit: Emit,
+    state: AccumulateState,
+    call: Call,
+    part: acc.Contribution,
+) -> Any:
+    """A static k=1 on replicas, whose window is the sum over them."""
+    window = acc.open_window(call.grads, settings.accumulator_dtype)
+    clocks = (state.update_step, state.micro_step, _axis.replica(settings.axis_name))
+    window = acc.add(window, part, call.grads, call.value, clocks)
+    result, state = settle(settings, emit, state, call, window, part.dropped, always_full=True)
+    return result, state._replace(grad_sum=None)
 
 
 def _clocks(settings: Settings, state: AccumulateState, full: Any, updated: Any) -> AccumulateState:

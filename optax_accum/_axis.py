@@ -1,9 +1,106 @@
-"""Inside a mapped axis: what `shard_map` knows of a value, behind one small function each."""
+"""Inside a mapped axis: sums over replicas, agreement, keys; and what `shard_map` knows of a value.
+
+A replica is one index along `axis_name`, which is a name or several. Every collective of this
+package that stands inside a mapped axis stands here.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+AxisName = str | tuple[str, ...]
+
+
+def names(axis_name: AxisName | None) -> tuple[str, ...]:
+    if axis_name is None:
+        return ()
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether this is being traced inside the mapped axis."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+def replica(axis_name: AxisName | None) -> Any:
+    """The number of this replica."""
+    return 0 if axis_name is None else lax.axis_index(axis_name)
+
+
+def total(tree: Any, axis_name: AxisName | None) -> Any:
+    """The sum over replicas: one collective for the whole tree."""
+    return tree if axis_name is None else lax.psum(tree, axis_name)
+
+
+def largest(x: Any, axis_name: AxisName | None) -> Any:
+    return x if axis_name is None else lax.pmax(x, axis_name)
+
+
+def smallest(x: Any, axis_name: AxisName | None) -> Any:
+    return x if axis_name is None else lax.pmin(x, axis_name)
+
+
+def anywhere(flag: Any, axis_name: AxisName | None) -> Any:
+    """Whether it holds on any replica, agreed by all: 4 bytes."""
+    if axis_name is None:
+        return flag
+    return lax.psum(jnp.asarray(flag).astype(jnp.int32), axis_name) > 0
+
+
+def gathered(tree: Any, axis_name: AxisName | None) -> Any:
+    """Every replica's rows, one after another, the same on all."""
+    if axis_name is None:
+        return tree
+    return jax.tree.map(
+        lambda x: lax.all_gather(x, axis_name, axis=0, tiled=True, to="invarying"), tree
+    )
+
+
+def from_last_replica(x: Any, axis_name: AxisName | None) -> Any:
+    if axis_name is None:
+        return x
+    mine = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    return lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis_name).astype(x.dtype)
+
+
+def folded_key(key: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """A key of this replica's own."""
+    return key if axis_name is None else jax.random.fold_in(key, lax.axis_index(axis_name))
+
+
+def communicates(loss: Any, axis_name: AxisName | None, *args: Any) -> bool:
+    """Whether a function has collectives along the axis (synchronised statistics, say).
+
+    A replica may then not leave it out by itself: the others would wait for ever.
+    """
+    if axis_name is None:
+        return False
+    return _mentions(jax.make_jaxpr(loss)(*args).jaxpr, frozenset(names(axis_name)))
+
+
+_SILENT = ("axis_index", "pcast", "pvary")
+
+
+def _mentions(jaxpr: Any, axes: frozenset[str]) -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _SILENT:
+            for key in ("axes", "axis_name"):
+                if not axes.isdisjoint(_flat(eqn.params.get(key, ()))):
+                    return True
+        if any(_mentions(inner, axes) for inner in jaxprs_in_params(eqn.params)):
+            return True
+    return False
+
+
+def _flat(axes: Any) -> list[Any]:
+    return list(axes) if isinstance(axes, (tuple, list, frozenset, set)) else [axes]
 
 
 def inside_manual_axes() -> bool:
@@ -20,6 +117,19 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """The same value, free to differ along `axes` too."""
     more = tuple(axes - varying(x))
     return lax.pcast(x, more, to="varying") if more else x
+
+
+def checked(axis_name: AxisName | None) -> frozenset[str]:
+    """Those of the axes along which jax keeps account of what varies (`check_vma=True`)."""
+    if axis_name is None:
+        return frozenset()
+    return varying(lax.axis_index(axis_name))
+
+
+def own(tree: Any, axis_name: AxisName | None) -> Any:
+    """The tree as this replica's own, so that autodiff does not reduce its gradient by itself."""
+    axes = checked(axis_name)
+    return jax.tree.map(lambda x: as_varying(x, axes), tree) if axes else tree
 
 
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:

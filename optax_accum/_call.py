@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _checks, _fits
-from optax_accum._state import AccumulateState
+from optax_accum import _axis, _checks, _fits
 
 HIDDEN = (
     "a wrapper that takes no extra arguments stands around accumulate, so weight= and last= would "
@@ -25,6 +24,7 @@ class Settings(NamedTuple):
     loss_reduction: str
     accumulator_dtype: Any
     nonfinite: str
+    axis_name: _axis.AxisName | None
 
     def read_k(self, update_step: jax.Array) -> jax.Array:
         if callable(self.k):
@@ -47,7 +47,12 @@ class Call(NamedTuple):
 
 
 def check_settings(
-    inner: Any, k: Any, loss_reduction: str, accumulator_dtype: Any, nonfinite: str
+    inner: Any,
+    k: Any,
+    loss_reduction: str,
+    accumulator_dtype: Any,
+    nonfinite: str,
+    axis_name: Any,
 ) -> Settings:
     if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
         raise TypeError(
@@ -68,6 +73,7 @@ def check_settings(
         loss_reduction,
         _checks.accumulator_dtype(accumulator_dtype),
         nonfinite,
+        _checks.axis_name(axis_name),
     )
 
 
@@ -88,7 +94,6 @@ def checked_call(
     from_outer_mean: bool = False,  # said by an outer accumulate, whose gradients are means
     **extra: Any,
 ) -> Call:
-    require_own(state)
     if state.grad_sum is not None:
         _fits.check_gradients(state.grad_sum, grads, settings.accumulator_dtype)
     elif settings.k != 1 and jax.tree.leaves(grads):
@@ -116,13 +121,7 @@ def checked_call(
     if value is not None:
         value = _checks.real_scalar("value", value)
     last = _checks.scalar_flag("last", last)
+    if settings.axis_name is not None and known != 0:
+        _fits.check_unreduced(grads, settings.axis_name)
     reduction = "mean" if from_outer_mean else settings.loss_reduction
     return Call(grads, params, weight, known, last, value, offered, reduction, extra)
-
-
-def require_own(state: Any) -> None:
-    if not isinstance(state, AccumulateState):
-        raise TypeError(
-            f"state is a {type(state).__name__}, expected the AccumulateState that tx.init(params) "
-            "returned; restore checkpoints into that structure: target=tx.init(params)."
-        )

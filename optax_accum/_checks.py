@@ -179,3 +179,15 @@ def weight_function(weight: Any, loss_reduction: str) -> None:
             "weight is missing, expected with loss_reduction='sum_over_weight'; type "
             "weight=lambda batch: batch['mask'].sum()."
         )
+
+
+def axis_name(name: Any) -> Any:
+    """None, the name of a mapped axis, or a tuple of several."""
+    if name is None or isinstance(name, str):
+        return name
+    if isinstance(name, (tuple, list)) and name and all(isinstance(each, str) for each in name):
+        return tuple(name)
+    raise TypeError(
+        f"axis_name is {name!r}, expected the name of a mapped axis or several; type "
+        'axis_name="data" or axis_name=("data", "fsdp").'
+    )

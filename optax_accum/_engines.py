@@ -12,16 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _fits
+from optax_accum import _axis, _fits
 
 ENGINES = ("auto", "carry", "refs")
+TOGETHER = (
+    "the loss communicates between replicas, so one whose micro-batch has no weight computes it "
+    "with the others, and its gradient is selected out afterwards; type engine='carry'"
+)
 Loss = Callable[..., tuple[jax.Array, Any]]  # differentiated arguments -> (loss, aux)
 
 
 def micro_gradient(loss: Loss, primals: tuple[Any, ...], seed: Any) -> tuple[Any, Any, Any]:
     """(loss, aux, gradients), the backward pass started from `seed`."""
     value, backward, aux = jax.vjp(loss, *primals, has_aux=True)
-    return value, aux, backward(jnp.asarray(seed).astype(value.dtype))
+    return value, aux, backward(_start(seed, value))
 
 
 def into_refs(
@@ -31,8 +35,12 @@ def into_refs(
     refs = jax.tree.map(jax.new_ref, sums)
     value, backward, aux = jax.vjp(loss, *primals, has_aux=True)
     backward: Any  # jax annotates a plain function, which has no with_refs
-    backward.with_refs(*refs)(jnp.asarray(seed).astype(value.dtype))
+    backward.with_refs(*refs)(_start(seed, value))
     return value, aux, jax.tree.map(jax.freeze, refs)
+
+
+def _start(seed: Any, value: jax.Array) -> jax.Array:
+    return _axis.as_varying(jnp.asarray(seed).astype(value.dtype), _axis.varying(value))
 
 
 def obstacle(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _checks
+from optax_accum import _axis, _checks
 
 
 def is_none(x: Any) -> bool:
@@ -82,6 +82,31 @@ def check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype: 
         raise TypeError(
             f"a {what}{at(path)} is {jnp.dtype(dtype).name}, which a {jnp.dtype(total).name} "
             f"window cannot hold; {remedy}."
+        )
+
+
+def check_unreduced(grads: optax.Updates, axis_name: _axis.AxisName) -> None:
+    """Raise where jax knows that a gradient is the same on all replicas: it was reduced already."""
+    axes = _axis.checked(axis_name)
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        if axes and _checks.is_array(grad) and not axes <= _axis.varying(grad):
+            raise ValueError(
+                f"the gradient{at(path)} does not vary along {axis_name!r}: it has been reduced "
+                "already, as autodiff does for parameters that are the same on all replicas. "
+                "Differentiate with respect to parameters that vary, jax.grad(loss)("
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying'), batch), or use "
+                "oa.micro_step or oa.value_and_grad(axis_name=...), which do so themselves."
+            )
+
+
+def check_own_loss(loss: Any, axis_name: _axis.AxisName | None) -> None:
+    """Raise where jax knows that the loss is the same on all replicas: it was reduced inside."""
+    axes = _axis.checked(axis_name)
+    if axes and _checks.is_array(loss) and not axes <= _axis.varying(loss):
+        raise ValueError(
+            f"the loss does not vary along {axis_name!r}: it is reduced inside loss_fn, and its "
+            "gradient would be reduced again; return this replica's own loss, without psum or "
+            "pmean."
         )
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks, _engines, _program
+from optax_accum import _axis, _checks, _engines, _fits, _program, _rows
 from optax_accum._advance import PARAMS, advance, settle
-from optax_accum._call import Call, Settings, checked_call, require_own, settings_of
+from optax_accum._call import Call, Settings, checked_call, settings_of
 from optax_accum._cond import cond, result_shapes
 from optax_accum._state import AccumulateState, differentiated
 
@@ -89,38 +89,45 @@ def micro_step(
     def micro_step_fn(
         params: Any, state: Any, *batch: Any, last: Any = False, **extra: Any
     ) -> tuple[Any, Any, Any]:
-        require_own(state)
+        state = _rows.without(settings.axis_name, state)
         if given := {"value", "grad", "weight"} & extra.keys():
             raise TypeError(
                 f"micro_step was called with {sorted(given)}, expected none of them: it computes "
                 "loss and gradient itself, and weighs by micro_step(..., weight=a_function)."
             )
-        args = _with_folded_keys(batch, keys, state)
+        args = _with_folded_keys(batch, keys, state, settings.axis_name)
 
         def loss(params: Any, *args: Any) -> tuple[Any, Any]:
             value, (_, aux) = _program.unpacked(loss_fn(params, *args), has_aux)
+            _fits.check_own_loss(value, settings.axis_name)
             return value, aux
 
         how_much = None
         if weight is not None:
             how_much = weight(*(arg for i, arg in enumerate(batch, 1) if i not in keys))
-        like = differentiated(params)  # refs make gradients of the parameters' dtypes
+        # Refs make gradients of the parameters' dtypes.
+        like = _axis.own(differentiated(params), settings.axis_name)
         call = checked_call(
             settings, like, state, params, weight=how_much, last=last, offered=True, **extra
         )
         shapes = jax.eval_shape(loss, like, *args)
         _program.check_loss(shapes[0])
-        take = (
-            _into_refs if _engine(settings, engine, loss, call, state, args, shapes) else _carried
+        together = call.known_weight is None and _axis.communicates(
+            loss, settings.axis_name, like, *args
         )
-        value, aux, params, state = take(settings, loss, call, state, args)
-        return (value, aux) if has_aux else value, params, state
+        refs = _with_refs(settings, engine, loss, call, state, args, shapes, together)
+        take = _into_refs if refs else _carried
+        value, aux, params, state = take(settings, loss, call, state, args, together)
+        return (value, aux) if has_aux else value, params, _rows.restored(settings.axis_name, state)
 
     return micro_step_fn
 
 
 def _with_folded_keys(
-    batch: tuple[Any, ...], keys: tuple[int, ...], state: AccumulateState
+    batch: tuple[Any, ...],
+    keys: tuple[int, ...],
+    state: AccumulateState,
+    axis_name: _axis.AxisName | None,
 ) -> tuple[Any, ...]:
     if max(keys, default=0) > len(batch):
         raise TypeError(
@@ -130,12 +137,12 @@ def _with_folded_keys(
 
     def folded(key: jax.Array) -> jax.Array:
         key = jax.random.fold_in(key, state.update_step)
-        return jax.random.fold_in(key, state.micro_step)
+        return _axis.folded_key(jax.random.fold_in(key, state.micro_step), axis_name)
 
     return tuple(jax.tree.map(folded, arg) if i in keys else arg for i, arg in enumerate(batch, 1))
 
 
-def _engine(
+def _with_refs(
     settings: Settings,
     engine: str,
     loss: Callable[..., Any],
@@ -143,6 +150,7 @@ def _engine(
     state: AccumulateState,
     args: tuple[Any, ...],
     shapes: Any,
+    together: bool,
 ) -> bool:
     """Whether to use refs; under vmap not unasked, since a scan in the loss would break."""
     if engine == "auto" and any(
@@ -153,6 +161,8 @@ def _engine(
     narrow = shapes[0].dtype.itemsize < 4 and call.weight is not None
 
     def why_not() -> str | None:
+        if together:
+            return _engines.TOGETHER
         return _engines.obstacle(
             lambda args, params: loss(params, *args),
             args,
@@ -165,9 +175,12 @@ def _engine(
     return _engines.chosen(engine, why_not) == "refs"
 
 
-def _computed(call: Call) -> Any:
+def _computed(settings: Settings, call: Call, together: bool) -> Any:
     """Whether the micro-batch is computed at all; a plain bool where its weight is known."""
-    return call.weight != 0 if call.known_weight is None else call.known_weight != 0
+    if call.known_weight is not None:
+        return call.known_weight != 0
+    present = jnp.asarray(call.weight) != 0
+    return _axis.anywhere(present, settings.axis_name) if together else present
 
 
 def _carried(
@@ -176,6 +189,7 @@ def _carried(
     call: Call,
     state: AccumulateState,
     args: tuple[Any, ...],
+    together: bool,
 ) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient, then what `apply_gradients` does with it."""
 
@@ -185,7 +199,7 @@ def _carried(
     def nothing() -> Any:
         return _zeros(result_shapes(gradient))
 
-    value, aux, (grads,) = cond(_computed(call), gradient, nothing)
+    value, aux, (grads,) = cond(_computed(settings, call, together), gradient, nothing)
     call = call._replace(grads=grads, value=value.astype(jnp.float32))
     return value, aux, *advance(settings, PARAMS, state, call)
 
@@ -196,6 +210,7 @@ def _into_refs(
     call: Call,
     state: AccumulateState,
     args: tuple[Any, ...],
+    together: bool,
 ) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient added inside the backward pass, which the weight starts."""
     part = acc.judge(
@@ -216,7 +231,7 @@ def _into_refs(
         value, aux = result_shapes(lambda: added()[:2])
         return *_zeros((value, aux)), window
 
-    value, aux, window = cond(_computed(call), added, left_out)
+    value, aux, window = cond(_computed(settings, call, together), added, left_out)
     call = call._replace(value=value.astype(jnp.float32))
     return value, aux, *settle(settings, PARAMS, state, call, window, False)
 

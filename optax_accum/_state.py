@@ -16,6 +16,9 @@ class AccumulateState(NamedTuple):
 
     Shapes, dtypes and shardings never change, and the sums are sums (no running mean), so the
     state may be saved after any micro-step and resumed with another `k`.
+
+    Under `accumulate(axis_name=...)` every replica has sums of its own: these five fields then have
+    a leading axis of replicas, of length 1 inside the mapped axis.
     """
 
     micro_step: jax.Array  # shape=(), dtype=jnp.int32: taken in the open window
@@ -34,6 +37,11 @@ class AccumulateState(NamedTuple):
     def window(self) -> acc.Window:
         """The sums of the open window."""
         return acc.Window(*(getattr(self, name) for name in acc.Window._fields))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the window has a leading axis of replicas."""
+        return jnp.ndim(self.weight_sum) > jnp.ndim(self.micro_step)
 
 
 def outermost_states(state: Any) -> list[AccumulateState]:

@@ -28,6 +28,7 @@ def accumulate(
     loss_reduction: str = "mean",
     accumulator_dtype: Any = None,
     nonfinite: str = "propagate",
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that runs `inner` once every `k` micro-steps, on their mean gradient.
 
@@ -95,7 +96,7 @@ def accumulate(
       >>> updates.tolist(), bool(oa.has_updated(state))
       ([-0.25, -0.75], True)
     """
-    settings = check_settings(inner, k, loss_reduction, accumulator_dtype, nonfinite)
+    settings = check_settings(inner, k, loss_reduction, accumulator_dtype, nonfinite, axis_name)
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return init(settings, params)

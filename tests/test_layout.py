@@ -14,7 +14,7 @@ FLOORS = [
     {"_cond", "_fits", "_hlo", "_split"},
     {"_accumulator", "_reductions"},
     {"_aux", "_engines", "_shares", "_state"},
-    {"_call", "_program"},
+    {"_call", "_program", "_rows"},
     {"_advance", "_scan"},
     {"_loop", "_transform"},
     {"_causes", "_micro_step", "_report", "diagnostics"},
