@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _checks, _fits
+from optax_accum import _axis, _checks, _fits
 
 REDUCERS = ("mean", "sum", "max", "min", "last", "stack", "concat")
 _KEPT = ("stack", "concat")  # every micro-step's own is given back
@@ -52,6 +52,24 @@ def combine(how: list[str], totals: list[Any], aux: Any, fraction: jax.Array) ->
 def rows(how: list[str], aux: Any) -> list[Any]:
     """The leaves that are given back micro-step by micro-step."""
     return [leaf for r, leaf in zip(how, jax.tree.leaves(aux), strict=True) if r in _KEPT]
+
+
+def added(how: list[str], totals: list[Any]) -> list[Any]:
+    """The totals that replicas add, to go with the gradients in one reduction."""
+    return [total for r, total in zip(how, totals, strict=True) if r in ("mean", "sum")]
+
+
+def agreed(how: list[str], totals: list[Any], added: list[Any], axis_name: Any) -> list[Any]:
+    """The totals of all replicas; those that are given back row by row stay each one's own."""
+    summed = iter(added)
+    over_replicas = {
+        "max": _axis.largest,
+        "min": _axis.smallest,
+        "last": _axis.from_last_replica,
+        **dict.fromkeys(("mean", "sum"), lambda total, axis_name: next(summed)),
+        **dict.fromkeys(_KEPT, lambda total, axis_name: None),
+    }
+    return [over_replicas[r](total, axis_name) for r, total in zip(how, totals, strict=True)]
 
 
 def result(

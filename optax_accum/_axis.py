@@ -39,6 +39,49 @@ def total(tree: Any, axis_name: AxisName | None) -> Any:
     return tree if axis_name is None else lax.psum(tree, axis_name)
 
 
+def reduced(
+    sums: Any, given: Any, scattered: Any, others: Any, axis_name: AxisName
+) -> tuple[Any, Any]:
+    """Sums of gradients over replicas, and the sums of some others with them.
+
+    A leaf of `given` that varies already along an axis is this replica's own, and so is its
+    gradient. `scattered` says for each leaf along which axes a dimension of it is left in shards.
+    """
+    leaves, treedef = jax.tree.flatten(sums)
+    plans = [{}] * len(leaves) if scattered is None else scattered
+    axes = [
+        tuple(name for name in names(axis_name) if name not in varying(leaf))
+        for leaf in jax.tree.leaves(given)
+    ]
+    whole = [i for i, plan in enumerate(plans) if not plan and axes[i] == names(axis_name)]
+    together, others = lax.psum(([leaves[i] for i in whole], others), axis_name)
+    for i, leaf in zip(whole, together, strict=True):
+        leaves[i] = leaf
+    for i in set(range(len(leaves))) - set(whole):
+        leaves[i] = _scattered(leaves[i], axes[i], plans[i])
+    return treedef.unflatten(leaves), others
+
+
+def _scattered(x: jax.Array, axes: tuple[str, ...], plan: dict[tuple[str, ...], int]) -> jax.Array:
+    for over, dimension in plan.items():
+        x = lax.psum_scatter(x, over, scatter_dimension=dimension, tiled=True)
+    rest = tuple(name for name in axes if not any(name in over for over in plan))
+    return lax.psum(x, rest) if rest else x
+
+
+def from_shards(primals: Any, batch: Any, scattered: Any) -> tuple[Any, Any]:
+    """The parameters from their shards, pinned to this micro-step, and its batch.
+
+    Without the barrier the compiler gathers once, before the loop.
+    """
+    primals, batch = lax.optimization_barrier((primals, batch))
+    leaves, treedef = jax.tree.flatten(primals)
+    for i, plan in enumerate(scattered):
+        for over, dimension in plan.items():
+            leaves[i] = lax.all_gather(leaves[i], over, axis=dimension, tiled=True)
+    return treedef.unflatten(leaves), batch
+
+
 def largest(x: Any, axis_name: AxisName | None) -> Any:
     return x if axis_name is None else lax.pmax(x, axis_name)
 

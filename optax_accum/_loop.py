@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from optax_accum import _checks, _engines, _split
+from optax_accum import _checks, _engines, _mesh, _scan, _split
 from optax_accum._program import Settings
-from optax_accum._scan import evaluate
 
 
 def value_and_grad(
@@ -31,6 +30,11 @@ def value_and_grad(
     batch_layout: str = "strided",
     remainder: str = "error",
     has_stats: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | bool | None = None,
+    batch_axes: str | Sequence[str] = "data",
+    grad_specs: Any = None,
+    gather: str = "window",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad(loss_fn)` of a whole batch, computed micro-batch by micro-batch.
 
@@ -129,13 +133,19 @@ def value_and_grad(
         engine,
         batch_layout,
         remainder,
+        _checks.axis_name(axis_name),
     )
     _check_apart(settings)
+    _check_replicas(settings, mesh, grad_specs, gather)
+    where = _mesh.across(mesh, batch_axes, grad_specs, gather) if mesh else None
 
     @functools.wraps(loss_fn)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         _check_count(settings, args)
-        outcome = evaluate(settings, args, kwargs)
+        if where is None:
+            outcome = _scan.evaluate(settings, args, kwargs)
+        else:
+            outcome = _mesh.evaluate(settings, where, args, kwargs)
         grads = outcome.grads
         if isinstance(argnums, int):
             (grads,) = grads
@@ -185,4 +195,24 @@ def _check_count(settings: Settings, args: tuple[Any, ...]) -> None:
             f"loss_fn was called with {len(args)} positional arguments, expected at least "
             f"{highest + 1}; pass the differentiated, batch, key and state arguments by position, "
             "or type argnums=, batch_argnums=, rng_argnums=, state_argnum= for where they are."
+        )
+
+
+def _check_replicas(settings: Settings, mesh: Any, grad_specs: Any, gather: str) -> None:
+    if mesh and settings.axis_name is not None:
+        raise ValueError(
+            f"axis_name is {settings.axis_name!r} and mesh was given, expected one of them: "
+            "axis_name inside a shard_map or pmap, mesh outside of it."
+        )
+    if not mesh and (grad_specs is not None or gather != "window"):
+        raise ValueError(
+            "grad_specs or gather was given without mesh; type mesh=your_mesh. (Without mesh the "
+            "gradients are sharded like the parameters, by the compiler.)"
+        )
+    threaded = settings.state_argnum is not None and settings.merge_state is None
+    if threaded and (mesh or settings.axis_name is not None):
+        raise ValueError(
+            "state_argnum without merge_state hands the state from micro-step to micro-step, which "
+            "would differ between replicas; type merge_state=f, where f(initial, stacked, weights) "
+            "makes one state of all micro-steps' states."
         )

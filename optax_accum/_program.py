@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _accumulator as acc
-from optax_accum import _checks, _engines, _fits, _shares, _split
+from optax_accum import _axis, _checks, _engines, _fits, _shares, _split
 
 
 class Settings(NamedTuple):
@@ -28,6 +28,9 @@ class Settings(NamedTuple):
     engine: str
     batch_layout: str
     remainder: str
+    axis_name: _axis.AxisName | None = None
+    scattered: Any = None  # for each leaf of the gradients {axes: dimension} left in shards
+    gather: bool = False  # the parameters come in such shards, and each micro-step gathers them
 
 
 class MicroBatch(NamedTuple):
@@ -38,6 +41,7 @@ class MicroBatch(NamedTuple):
     weight: jax.Array  # dtype=jnp.float32
     fraction: jax.Array  # of the whole weight
     seed: jax.Array  # what the backward pass starts from
+    computed: jax.Array  # whether it is computed at all
 
 
 class Program(NamedTuple):
@@ -50,23 +54,30 @@ class Program(NamedTuple):
     shapes: Any  # (loss, (state, aux)) of a micro-batch
     how: list[str]  # a reducer a leaf of aux
     engine: str  # "carry", "refs" or, for one micro-batch, "alone"
+    together: bool  # the loss communicates between replicas, so all compute or none
+    shards: tuple[Any, ...]  # the primals as they were given
 
 
 def normalized(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The loss as (primals, micro_batch, state) -> (loss, (new state, aux))."""
+
+    def fold(key: jax.Array, number: jax.Array) -> jax.Array:
+        return _axis.folded_key(jax.random.fold_in(key, number), settings.axis_name)
 
     def loss(primals: tuple[Any, ...], micro_batch: MicroBatch, state: Any) -> Any:
         full = list(args)
         for i, leaf in zip(settings.batch_argnums, micro_batch.batch, strict=True):
             full[i] = leaf
         for i in settings.rng_argnums:
-            full[i] = jax.tree.map(lambda key: jax.random.fold_in(key, micro_batch.number), args[i])
+            full[i] = jax.tree.map(lambda key: fold(key, micro_batch.number), args[i])
         if settings.state_argnum is not None:
             full[settings.state_argnum] = state
         for i, primal in zip(settings.argnums, primals, strict=True):
             full[i] = primal
         out = settings.loss_fn(*full, **kwargs)
-        return unpacked(out, settings.has_aux, settings.state_argnum)
+        value, rest = unpacked(out, settings.has_aux, settings.state_argnum)
+        _fits.check_own_loss(value, settings.axis_name)
+        return value, rest
 
     return loss
 
@@ -95,12 +106,15 @@ def unpacked(
 
 
 def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
-    index, weight = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
-    shapes = jax.eval_shape(
-        lambda b: loss(primals, MicroBatch(index, b, weight, weight, weight), state), batch
-    )
+    shapes = jax.eval_shape(lambda p, b: loss(p, any_micro_batch(b), state), primals, batch)
     check_loss(shapes[0])
     return shapes
+
+
+def any_micro_batch(batch: Any) -> MicroBatch:
+    """For shapes, where the numbers do not matter."""
+    zero = jnp.zeros([], jnp.float32)
+    return MicroBatch(jnp.zeros([], jnp.int32), batch, zero, zero, zero, jnp.ones([], bool))
 
 
 def check_loss(loss: Any) -> None:
@@ -111,20 +125,36 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def together(settings: Settings, loss: Any, primals: Any, batch: Any, state: Any) -> bool:
+    """Whether no replica may leave a micro-batch out by itself."""
+    if settings.weight is None or settings.axis_name is None:
+        return False
+
+    def one(primals: Any, batch: Any) -> Any:
+        return loss(primals, any_micro_batch(batch), state)[0]
+
+    return _axis.communicates(one, settings.axis_name, primals, batch)
+
+
 def weighed(
-    settings: Settings, stacked: Any, rest: Any, into: _split.Sizes, dtype: Any
+    settings: Settings, stacked: Any, rest: Any, into: _split.Sizes, dtype: Any, together: bool
 ) -> tuple[MicroBatch, MicroBatch | None, jax.Array]:
     """What goes with each of the k micro-batches; the last one; the whole weight."""
     wide = _fits.promoted(dtype, jnp.float32)
     weights = _weights(settings, stacked, (into.k,), into.m)
     tail = _weights(settings, rest, (), into.r) if into.r else jnp.zeros([], jnp.float32)
-    whole = _counted(settings, jnp.append(weights, tail))
+    whole = _axis.total(_counted(settings, jnp.append(weights, tail)), settings.axis_name)
     share = _shares.shares(settings.loss_reduction, whole, wide)
+
+    def computed(weights: jax.Array) -> jax.Array:
+        return _axis.anywhere(weights != 0, settings.axis_name if together else None)
+
     numbers = jnp.arange(into.k, dtype=jnp.int32)
-    plan = MicroBatch(numbers, (), weights, *share(weights))
+    plan = MicroBatch(numbers, (), weights, *share(weights), computed(weights))
     if rest is None:
         return plan, None, whole
-    return plan, MicroBatch(jnp.full([], into.k, jnp.int32), rest, tail, *share(tail)), whole
+    number = jnp.full([], into.k, jnp.int32)
+    return plan, MicroBatch(number, rest, tail, *share(tail), computed(tail)), whole
 
 
 def _counted(settings: Settings, weights: jax.Array) -> jax.Array:
@@ -156,14 +186,15 @@ def engine_of(program: Program, one: Any, args: Any) -> str:
     settings, primals = program.settings, program.primals
     if settings.engine == "auto" and any(map(_checks.is_vmapped, jax.tree.leaves(args))):
         return "carry"
-    index, number = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
 
     def trial(batch: Any, *primals: Any) -> Any:
-        micro_batch = MicroBatch(index, batch, number, number, number)
-        return program.loss(primals, micro_batch, program.state)
+        return program.loss(primals, any_micro_batch(batch), program.state)
 
     def why_not() -> str | None:
+        if program.together:
+            return _engines.TOGETHER
         sums = acc.open_window(primals, settings.accumulator_dtype).grad_sum
+        sums = _axis.own(sums, settings.axis_name)
         narrow = program.shapes[0].dtype.itemsize < 4
         return _engines.obstacle(trial, one, primals, sums, settings.nonfinite, narrow)
 

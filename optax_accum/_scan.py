@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _aux, _engines, _fits, _program, _shares, _split
+from optax_accum import _aux, _axis, _engines, _fits, _program, _shares, _split
 from optax_accum._cond import cond
 from optax_accum._program import MicroBatch, Program, Settings
 from optax_accum._state import with_dtypes_of
@@ -55,14 +55,18 @@ def evaluate(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     into = _split.sizes(batch, settings.k, settings.micro_batch_size, layout, settings.remainder)
     stacked, rest = _split.cut(batch, into, layout)
     loss = _program.normalized(settings, args, kwargs)
-    primals = tuple(args[i] for i in settings.argnums)
+    given = tuple(args[i] for i in settings.argnums)
+    primals = _axis.own(given, settings.axis_name)
+    if settings.gather:
+        primals = jax.eval_shape(lambda p: _axis.from_shards(p, (), settings.scattered)[0], primals)
     state = None if settings.state_argnum is None else args[settings.state_argnum]
     one = jax.eval_shape(lambda b: _split.take(b, 0, layout), stacked) if into.k else rest
     shapes = _program.shapes(loss, primals, one, state)
-    plan, last, whole = _program.weighed(settings, stacked, rest, into, shapes[0].dtype)
+    together = _program.together(settings, loss, primals, one, state)
+    plan, last, whole = _program.weighed(settings, stacked, rest, into, shapes[0].dtype, together)
     at = lambda row: row._replace(batch=_split.take(stacked, row.number, layout))  # noqa: E731
     count = into.k + (rest is not None)
-    program = Program(settings, loss, primals, state, shapes, [], "alone")
+    program = Program(settings, loss, primals, state, shapes, [], "alone", together, given)
     program = program._replace(how=_aux.reducers(settings.aux, shapes[1][1]))
     if count > 1:
         program = program._replace(engine=_program.engine_of(program, one, args))
@@ -89,7 +93,9 @@ def _opened(program: Program) -> Carry:
     wide = _fits.promoted(program.shapes[0].dtype, jnp.float32)
     window = window._replace(value_sum=jnp.zeros([], wide))
     totals = _aux.initial(program.how, program.shapes[1][1])
-    return Carry(window, program.state, totals, jnp.zeros([], jnp.int32))
+    opened = window, totals, jnp.zeros([], jnp.int32)
+    window, totals, skipped = _axis.own(opened, program.settings.axis_name)
+    return Carry(window, program.state, totals, skipped)
 
 
 # A micro-step.
@@ -97,10 +103,16 @@ def _opened(program: Program) -> Carry:
 
 def _micro_step(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Carry, Rows]:
     """Take one micro-batch in; one of weight zero is not computed at all."""
+    if program.settings.gather:  # by all replicas, whatever they then leave out
+        primals, batch = _axis.from_shards(
+            program.shards, micro_batch.batch, program.settings.scattered
+        )
+        program = program._replace(primals=primals)
+        micro_batch = micro_batch._replace(batch=batch)
     if program.settings.weight is None:
         return _taken(program, carry, micro_batch)
     return cond(
-        micro_batch.weight != 0,
+        micro_batch.computed,
         lambda: _taken(program, carry, micro_batch),
         lambda: _left_out(program, carry),
     )
@@ -108,23 +120,25 @@ def _micro_step(program: Program, carry: Carry, micro_batch: MicroBatch) -> tupl
 
 def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Carry, Rows]:
     settings = program.settings
+    primals = program.primals
     loss = lambda *primals: program.loss(primals, micro_batch, carry.state)  # noqa: E731
     narrow = program.shapes[0].dtype.itemsize < 4
     seed = jnp.ones_like(micro_batch.seed) if narrow else micro_batch.seed
     sums: Any = carry.window.grad_sum
     grads: Any = None  # with refs there is none
     if program.engine == "refs":
-        value, (state, aux), sums = _engines.into_refs(loss, program.primals, seed, sums)
+        value, (state, aux), sums = _engines.into_refs(loss, primals, seed, sums)
     else:
-        value, (state, aux), grads = _engines.micro_gradient(loss, program.primals, seed)
+        value, (state, aux), grads = _engines.micro_gradient(loss, primals, seed)
     known = 1.0 if settings.weight is None else None
     part = acc.judge(grads, micro_batch.weight, known, "sum", settings.nonfinite)
     part = part._replace(scale=micro_batch.seed if narrow else None)
     value = value.astype(seed.dtype) * (1 if narrow else seed)
     window = acc.add_scalars(carry.window, part, value)
     if program.engine == "carry":
+        replica = _axis.replica(settings.axis_name)
         salt = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
-        sums = acc.add_sums(sums, part, grads, False, (micro_batch.number, salt))
+        sums = acc.add_sums(sums, part, grads, False, (micro_batch.number, salt, replica))
     elif program.engine == "alone":
         sums = _shares.alone(part, grads)
     aux_rows = _aux.rows(program.how, aux)
@@ -164,9 +178,15 @@ def _kept(keep: Any, new: Any, old: Any) -> Any:
 
 
 def _finished(
-    program: Program, carry: Carry, rows: Rows | None, tail: Rows | None, whole: jax.Array
+    program: Program,
+    carry: Carry,
+    rows: Rows | None,
+    tail: Rows | None,
+    whole: jax.Array,
 ) -> Outcome:
-    settings, window = program.settings, carry.window
+    settings = program.settings
+    carry = _reduced(program, carry)
+    window = carry.window
     correct = _shares.correction(
         window.weight_sum, whole, settings.loss_reduction, settings.nonfinite
     )
@@ -179,6 +199,7 @@ def _finished(
     if settings.merge_state is not None:
         stacked = _appended(rows and rows.state, tail and tail.state)
         weights = _appended(rows and rows.weight, tail and tail.weight)
+        stacked, weights = _axis.gathered((stacked, weights), settings.axis_name)
         state = settings.merge_state(program.state, stacked, weights)
 
     def join(head: Any, last: Any, reducer: str) -> Any:
@@ -196,6 +217,23 @@ def _finished(
         _shares.correction(window.weight_sum, whole, "mean", settings.nonfinite),
     )
     return Outcome(loss, state, aux, grads, Stats(window.weight_sum, carry.skipped))
+
+
+def _reduced(program: Program, carry: Carry) -> Carry:
+    """What the replicas have together: the one place where the space driver communicates much."""
+    settings, axis_name = program.settings, program.settings.axis_name
+    if axis_name is None:
+        return carry
+    window, scattered = carry.window, settings.scattered
+    sums, *scalars = window.grad_sum, window.value_sum, window.weight_sum, carry.skipped
+    added = _aux.added(program.how, carry.totals)
+    with jax.named_scope("optax_accum.reduction"):
+        sums, (value, weight, skipped, added) = _axis.reduced(
+            sums, program.shards, scattered, (*scalars, added), axis_name
+        )
+    totals = _aux.agreed(program.how, carry.totals, added, axis_name)
+    window = window._replace(grad_sum=sums, value_sum=value, weight_sum=weight)
+    return carry._replace(window=window, totals=totals, skipped=skipped)
 
 
 def _appended(head: Any, last: Any) -> Any:
