@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _accumulator as acc
+from optax_accum._shardings import refold
 from optax_accum._state import AccumulateState, the_state
 
 
@@ -12,7 +13,8 @@ def window(state: optax.OptState) -> dict[str, jax.Array]:
     """What people log of the open window, as a plain dict of scalars.
 
     Args:
-      state: an `AccumulateState`, or any state that holds one.
+      state: an `AccumulateState`, or any state that holds one. With rows of replicas, outside of
+        the mapped axis: their sum is shown.
 
     Returns:
       * `micro_step`: micro-steps taken in the open window
@@ -37,6 +39,8 @@ def window(state: optax.OptState) -> dict[str, jax.Array]:
       (1, 4, 10.0, 5.0)
     """
     ours = the_state(state)
+    if ours.has_rows:
+        ours = the_state(refold(ours, None))
     log = _log
     for _ in range(jnp.ndim(jnp.asarray(ours.weight_sum))):  # a vmapped state: lane by lane
         log = jax.vmap(log)
