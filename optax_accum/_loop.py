@@ -80,6 +80,23 @@ def value_and_grad(
         `(k, m, ...)` already).
       remainder: `"error"`, or `"exact"`: one smaller micro-batch at the end.
       has_stats: adds `Stats(weight, skipped)` to the value.
+      axis_name: inside `jax.shard_map` or `jax.pmap`: the mapped axis (or axes) over which replicas
+        share the batch, k micro-batches each. The total of the weights is reduced before the loop,
+        everything else once after it. Results are the same on all replicas, except rows of
+        `"stack"` and `"concat"`, which stay each one's own. A parameter that varies along the axis
+        already is that replica's own, and so is its gradient. Keys are folded with the replica's
+        number too. What is not finite is dropped by the replica that has it.
+      mesh: outside of them: the mesh, or True for the arguments'. Every gradient byte is then
+        reduced once, after the loop, where plain `jit` reduces once a micro-batch. Only
+        `batch_axes` are mapped by hand, other axes (tensor parallelism) are left to the compiler.
+        Parameters in shards over the batch axes (FSDP) are gathered once. `"stack"` gives k rows a
+        replica. Batches may lie anywhere; in shards over their examples they do not move.
+      batch_axes: the mesh axes over which the examples are shared, one name or several.
+      grad_specs: a tree prefix of `PartitionSpec`s: gradients come in these shards over the batch
+        axes, by a reduce-scatter (ZeRO-1 and 2). None: like the parameters where their types show
+        shards (explicit axes), else whole.
+      gather: `"window"`, or `"micro_batch"`: the parameters come in the shards of `grad_specs` too,
+        and each micro-step gathers them anew, for k times the traffic.
 
     Returns:
       A function of the same arguments that returns `(value, gradients)`, where the value is what

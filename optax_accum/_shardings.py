@@ -59,7 +59,7 @@ def state_specs(
     specs = jax.tree.leaves(full, is_leaf=_is_spec)
 
     def row(spec: Spec) -> Spec:
-        return Spec(axes if len(axes) > 1 else axes[0], *spec)
+        return Spec(axes if len(axes) != 1 else axes[0], *spec)
 
     state = _shapes(tx, params)
     require_states(state)

@@ -75,6 +75,13 @@ def accumulate(
         `"skip_micro_step"`: that micro-gradient is dropped with its weight. `"skip_window"`: the
         whole window is dropped when it closes. Dropped micro-steps still count toward k, so windows
         stay aligned with the data.
+      axis_name: for use inside `jax.shard_map` or `jax.pmap`: the mapped axis (or axes) over which
+        replicas share the batch. Each sums its own gradients, and the call that closes a window
+        reduces them, once; until then nothing is communicated, but for 4 bytes a micro-step under
+        `"skip_micro_step"`, by which all replicas drop together. `last` and k are the same on all
+        replicas, weights and gradients each one's own. The state's sums have a row a replica: pass
+        it by :func:`state_specs`. With `check_vma=True` differentiate with respect to
+        `jax.lax.pcast(params, axis_name, to="varying")`, or autodiff reduces each micro-gradient.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is an :class:`AccumulateState`.
