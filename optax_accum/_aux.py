@@ -107,12 +107,12 @@ def _initial(reducer: str, leaf: Any) -> Any:
     if reducer in _KEPT:
         return None
     if reducer == "mean":
-        return jnp.zeros(leaf.shape, _fits.promoted(dtype, jnp.float32))
+        return jnp.zeros_like(leaf, _fits.promoted(dtype, jnp.float32))
     if reducer in ("max", "min"):
-        return jnp.full(leaf.shape, _extreme(dtype, reducer == "max"), dtype)
+        return jnp.full_like(leaf, _extreme(dtype, reducer == "max"))
     if reducer == "sum" and dtype == jnp.bool_:
         dtype = jnp.dtype(jnp.int32)
-    return jnp.zeros(leaf.shape, dtype)
+    return jnp.zeros_like(leaf, dtype)
 
 
 def _extreme(dtype: Any, lowest: bool) -> Any:

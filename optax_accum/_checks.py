@@ -37,7 +37,15 @@ def is_key(x: Any) -> bool:
 
 def is_vmapped(x: Any) -> bool:
     """Whether `x` is being mapped by `jax.vmap` right here; jax has no public test for it."""
-    return is_traced(x) and type(x).__name__ == "BatchTracer"
+    if not is_traced(x):
+        return False
+    parts = [getattr(x, name, None) for name in ("primal", "tangent")]  # differentiated, too
+    return type(x).__name__ == "BatchTracer" or any(map(is_vmapped, parts))
+
+
+def is_transformed(x: Any) -> bool:
+    """Whether `x` is being mapped or differentiated right here, and not only compiled."""
+    return is_traced(x) and type(x).__name__ not in ("DynamicJaxprTracer", "ShardMapTracer")
 
 
 def described(x: Any) -> str:

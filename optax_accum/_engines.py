@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _axis, _fits
+from optax_accum import _axis, _checks, _fits
 
 ENGINES = ("auto", "carry", "refs")
 TOGETHER = (
     "the loss communicates between replicas, so one whose micro-batch has no weight computes it "
     "with the others, and its gradient is selected out afterwards; type engine='carry'"
 )
+VMAPPED = "jax.vmap cannot map references that a loop writes; type engine='carry'"
 Loss = Callable[..., tuple[jax.Array, Any]]  # differentiated arguments -> (loss, aux)
 
 
@@ -68,6 +69,11 @@ def obstacle(
                 f"{jnp.result_type(primal).name}, and refs add in the parameter's dtype; keep "
                 "float32 parameters and cast them inside the layers, or type engine='carry'"
             )
+    if any(total.dtype.itemsize < 4 for total in jax.tree.leaves(sums)):
+        return (
+            "a window narrower than float32 is rounded stochastically after each addition, and "
+            "refs add inside the backward pass; type accumulator_dtype=None, or engine='carry'"
+        )
     if narrow_seed:
         return (
             "the loss is narrower than float32, so its weight cannot start the backward pass; "
@@ -78,15 +84,23 @@ def obstacle(
             lambda b, p, s: into_refs(lambda *p: trial(b, *p), p, 1.0, s), batch, primals, sums
         )
     except Exception as error:  # whatever this jax cannot do with refs in this loss
-        return f"jax {jax.__version__} cannot: {type(error).__name__}: {str(error)[:300]}"
+        return (
+            f"jax {jax.__version__} cannot: {type(error).__name__}: {str(error)[:300]}; type "
+            "engine='carry'"
+        )
     return None
 
 
-def chosen(engine: str, why_not: Callable[[], str | None]) -> str:
-    """The engine to use; an error where refs are asked for and cannot be used."""
-    if engine == "carry":
+def chosen(engine: str, arguments: Any, why_not: Callable[[], str | None]) -> str:
+    """The engine to use; an error where refs are asked for and cannot be used.
+
+    Where an argument is being mapped or differentiated from outside, carry is right for every loss.
+    """
+    leaves = jax.tree.leaves(arguments)
+    if engine == "carry" or (engine == "auto" and any(map(_checks.is_transformed, leaves))):
         return "carry"
-    reason = why_not()
+    mapped = any(map(_checks.is_vmapped, leaves))
+    reason = VMAPPED if mapped else why_not()
     if reason is None:
         return "refs"
     if engine == "refs":

@@ -85,6 +85,17 @@ def check_kept(path: Any, what: str, dtype: Any, total: Any, accumulator_dtype: 
         )
 
 
+def check_differentiable(what: str, tree: Any) -> None:
+    """Raise where jax would not differentiate with respect to a leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not _checks.is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{what}{at(path)} is {_checks.described(leaf)}, expected floating or complex "
+                "numbers, with respect to which jax differentiates; keep other leaves in an "
+                "argument of their own, or close over them."
+            )
+
+
 def check_unreduced(grads: optax.Updates, axis_name: _axis.AxisName) -> None:
     """Raise where jax knows that a gradient is the same on all replicas: it was reduced already."""
     axes = _axis.checked(axis_name)

@@ -48,9 +48,12 @@ def value_and_grad(
     All weights are known before the loop, so each backward pass starts from `w_i / sum(w)` and
     nothing is left to divide. The loop compiles once, whatever k is.
 
-    Loss terms with different denominators (a token mean and a router's mean over examples): give
-    the loss as `sum(w_i l_i)` over one denominator, by multiplying each other term with
-    `weight / its own count in the whole batch`, or call once a term and add the gradients.
+    Loss terms with different denominators (a token mean and a router's mean over examples): take
+    each denominator over the whole batch before the call, pass it as an argument that is not cut,
+    return `tokens.sum() / all_tokens + c * router.sum() / all_examples`, and type
+    `loss_reduction="sum"`, without `weight`. A term of no example, such as a penalty on parameters,
+    is divided by the number of micro-steps. Or call once a term, and add the gradients. A product
+    of means over the batch is no such sum: it needs its statistics first.
 
     Args:
       loss_fn: returns a real floating scalar; `(loss, aux)` with `has_aux`; `(loss, new_state)`
@@ -74,7 +77,9 @@ def value_and_grad(
         is dropped with its weight, loss, aux and model state.
       accumulator_dtype: of the sums; None: `promote_types(gradient, float32)`.
       engine: `"carry"` adds each gradient to the window, `"refs"` lets the backward pass add into
-        it in place, `"auto"` takes refs where it can.
+        it in place, `"auto"` takes refs where it can. Under `jax.vmap` of a jitted call, and where
+        a surrounding `scan` or `jax.checkpoint` is differentiated, type `engine="carry"`: jax does
+        not let this be seen from inside, and refs raise there.
       batch_layout: `"strided"` (example j goes to micro-batch j mod k: no data moves where the
         batch is sharded), `"contiguous"` (neighbours stay together), `"stacked"` (leaves are
         `(k, m, ...)` already).

@@ -107,6 +107,7 @@ def micro_step(
             how_much = weight(*(arg for i, arg in enumerate(batch, 1) if i not in keys))
         # Refs make gradients of the parameters' dtypes.
         like = _axis.own(differentiated(params), settings.axis_name)
+        _fits.check_differentiable("params", like)
         call = checked_call(
             settings, like, state, params, weight=how_much, last=last, offered=True, **extra
         )
@@ -152,11 +153,7 @@ def _with_refs(
     shapes: Any,
     together: bool,
 ) -> bool:
-    """Whether to use refs; under vmap not unasked, since a scan in the loss would break."""
-    if engine == "auto" and any(
-        map(_checks.is_vmapped, jax.tree.leaves((call.params, state, args)))
-    ):
-        return False
+    """Whether to use refs."""
     sums = None if state.grad_sum is None else (state.grad_sum,)
     narrow = shapes[0].dtype.itemsize < 4 and call.weight is not None
 
@@ -172,7 +169,7 @@ def _with_refs(
             narrow and settings.loss_reduction == "mean",
         )
 
-    return _engines.chosen(engine, why_not) == "refs"
+    return _engines.chosen(engine, (call.params, state, args), why_not) == "refs"
 
 
 def _computed(settings: Settings, call: Call, together: bool) -> Any:

@@ -65,13 +65,15 @@ def normalized(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _axis.folded_key(jax.random.fold_in(key, number), settings.axis_name)
 
     def loss(primals: tuple[Any, ...], micro_batch: MicroBatch, state: Any) -> Any:
-        full = list(args)
+        full = jax.tree.map(
+            lambda leaf: leaf, list(args)
+        )  # Flax's variables: new ones, to write to
         for i, leaf in zip(settings.batch_argnums, micro_batch.batch, strict=True):
             full[i] = leaf
         for i in settings.rng_argnums:
             full[i] = jax.tree.map(lambda key: fold(key, micro_batch.number), args[i])
         if settings.state_argnum is not None:
-            full[settings.state_argnum] = state
+            full[settings.state_argnum] = jax.tree.map(lambda leaf: leaf, state)
         for i, primal in zip(settings.argnums, primals, strict=True):
             full[i] = primal
         out = settings.loss_fn(*full, **kwargs)
@@ -88,7 +90,7 @@ def unpacked(
     """What a loss function returned, as (loss, (new state, aux))."""
     threaded = state_argnum is not None
     if not (threaded or has_aux):
-        return out, (None, None)
+        return _number(out), (None, None)
     try:
         loss, rest = out
         state, aux = rest if threaded and has_aux else (rest, rest)
@@ -102,7 +104,11 @@ def unpacked(
             f"loss_fn returned {_checks.described(out)}, expected {expected} with "
             f"has_aux={has_aux}, state_argnum={state_argnum}."
         ) from None
-    return loss, (state if threaded else None, aux if has_aux else None)
+    return _number(loss), (state if threaded else None, aux if has_aux else None)
+
+
+def _number(loss: Any) -> Any:
+    return jnp.asarray(loss) if isinstance(loss, (bool, int, float, complex)) else loss
 
 
 def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
@@ -182,10 +188,8 @@ def _weights(settings: Settings, batch: Any, shape: tuple[int, ...], examples: i
 
 
 def engine_of(program: Program, one: Any, args: Any) -> str:
-    """The engine for these arguments; under vmap not refs, which a scan in the loss would break."""
+    """The engine for these arguments."""
     settings, primals = program.settings, program.primals
-    if settings.engine == "auto" and any(map(_checks.is_vmapped, jax.tree.leaves(args))):
-        return "carry"
 
     def trial(batch: Any, *primals: Any) -> Any:
         return program.loss(primals, any_micro_batch(batch), program.state)
@@ -198,4 +202,4 @@ def engine_of(program: Program, one: Any, args: Any) -> str:
         narrow = program.shapes[0].dtype.itemsize < 4
         return _engines.obstacle(trial, one, primals, sums, settings.nonfinite, narrow)
 
-    return _engines.chosen(settings.engine, why_not)
+    return _engines.chosen(settings.engine, args, why_not)

@@ -56,6 +56,8 @@ def evaluate(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     stacked, rest = _split.cut(batch, into, layout)
     loss = _program.normalized(settings, args, kwargs)
     given = tuple(args[i] for i in settings.argnums)
+    for index, primal in zip(settings.argnums, given, strict=True):
+        _fits.check_differentiable(f"argument {index}", primal)
     primals = _axis.own(given, settings.axis_name)
     if settings.gather:
         primals = jax.eval_shape(lambda p: _axis.from_shards(p, (), settings.scattered)[0], primals)
@@ -160,9 +162,7 @@ def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Car
 
 def _left_out(program: Program, carry: Carry) -> tuple[Carry, Rows]:
     """A micro-batch of weight zero: nothing but its place in the rows."""
-    aux = [
-        jnp.zeros(leaf.shape, leaf.dtype) for leaf in _aux.rows(program.how, program.shapes[1][1])
-    ]
+    aux = [jnp.zeros_like(leaf) for leaf in _aux.rows(program.how, program.shapes[1][1])]
     merged = program.settings.merge_state is not None
     if program.engine == "alone":
         zeros = jax.tree.map(jnp.zeros_like, program.primals)

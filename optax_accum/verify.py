@@ -1,17 +1,20 @@
-"""For users' own tests: what a compiled program communicates.
+"""For users' own tests: equivalence with one big batch, and what a compiled program communicates.
 
-Whether a window is reduced over the devices once, or once a micro-batch, does not show in numbers:
-both give the same gradient, one with k times the traffic. It shows in the compiled program.
+Whether a loss may be accumulated shows in its numbers. Whether a window is reduced over the devices
+once, or once a micro-batch, does not: both give the same gradient, one with k times the traffic. It
+shows in the compiled program.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from optax_accum import _hlo
+from optax_accum import _causes, _hlo, _oracle
+from optax_accum._oracle import Difference
 from optax_accum._reductions import (
     Collective,
     batch_groups,
@@ -22,7 +25,93 @@ from optax_accum._reductions import (
     table,
 )
 
-Collective.__module__ = __name__  # where users find it: tracebacks, help() and pickles say so
+for _public in (Collective, Difference):
+    _public.__module__ = __name__  # where users find them: tracebacks, help() and pickles say so
+del _public
+
+
+def assert_equivalent(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *args: Any,
+    k: int | None = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    **keywords: Any,
+) -> Difference:
+    """Asserts that a loss and its gradients, accumulated, are those of the whole batch.
+
+    ::
+
+        accumulated = value_and_grad(loss_fn, k, **keywords)(params, batch, *args)
+        whole = jax.value_and_grad(loss_fn)(params, batch, *args)
+        for a, b in zip(accumulated, whole):
+            assert max(abs(a - b)) <= atol + rtol * scale
+
+    The scale of a leaf is its largest entry, in the whole batch or in a micro-batch (they may
+    cancel), and for gradients at least a tenth of the largest gradient. With
+    `loss_reduction="sum_over_weight"` the whole is divided by the weight of the whole batch.
+    Auxiliary outputs and model state are not compared.
+
+    Random numbers are drawn example by example, so that with `rng_argnums` no whole batch has the
+    ones of its micro-batches. A loss that depends on its keys is judged twice: with keys that give
+    every example the same numbers, against the whole batch; then with the given ones, against
+    the micro-batches taken one by one through `jax.value_and_grad`, each with the key folded with
+    its index. The first is left out where the loss asks for one kind of key, or is not finite with
+    such numbers. Keys inside the argument of `state_argnum` are trusted to be advanced by the loss.
+
+    On a difference, the likely cause is found by trying: other precision, other keywords, weights
+    counted from every leaf of the batch, the batch reversed, repeated, reweighted. Keep the batch
+    small; some 20 programs are compiled then.
+
+    Args:
+      loss_fn: as `value_and_grad` takes it; its own keywords by `functools.partial`.
+      params: its first argument.
+      batch: its second argument: a whole batch, in its `batch_layout`.
+      *args: its other arguments, in its order, whatever the keywords say of them.
+      k: micro-batches in the batch; or give `micro_batch_size`.
+      rtol: relative to a leaf's scale. None: `eps ** (2/3)` of its dtype, which is 4e-11 in
+        float64, 2e-5 in float32, 1e-2 in float16 and 4e-2 in bfloat16.
+      atol: absolute, added to it.
+      **keywords: of `value_and_grad`, as in training.
+
+    Returns:
+      The :class:`Difference` of the leaf that comes closest to its tolerance.
+
+    Raises:
+      AssertionError: where a leaf differs by more, with the leaf, how far it is off, the likely
+        cause and what to type; where the whole batch's own loss or gradients are not finite.
+      ValueError, TypeError: for arguments that do not fit, as from `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_accum as oa
+      >>> def loss_fn(w, batch):
+      ...     return jnp.sum(batch["mask"] * (batch["x"] - w) ** 2) / jnp.sum(batch["mask"])
+      >>> w, x = jnp.zeros([]), jnp.arange(8.0)
+      >>> batch = {"x": x, "mask": x < 5}
+      >>> tokens = lambda batch: batch["mask"].sum()
+      >>> oa.verify.assert_equivalent(loss_fn, w, batch, k=2, weight=tokens).leaf
+      'loss'
+      >>> try:
+      ...     oa.verify.assert_equivalent(loss_fn, w, batch, k=2)
+      ... except AssertionError as error:
+      ...     print(str(error).splitlines()[-1][:66])
+      Likely cause: missing weights, a mean of means over unequal counts
+    """
+    for name, number in (("rtol", rtol), ("atol", atol)):
+        if number is not None and not (isinstance(number, Real) and number >= 0):
+            raise ValueError(f"{name} is {number!r}, expected a number from 0; type {name}=1e-5.")
+    case = _oracle.Case(loss_fn, (params, batch, *args), _causes.OPTIONS | keywords | {"k": k})
+    found = []
+    for trial in _causes.trials(case, _oracle.Tolerance(rtol, atol)):
+        if _oracle.excess(_oracle.worst(trial)) > 1:  # most calls need no micro-batches
+            trial = _causes.with_rows(trial)
+        if _oracle.excess(_oracle.worst(trial)) > 1:
+            raise AssertionError(_causes.failure(trial))
+        found.append(_oracle.worst(trial))
+    return max(found, key=_oracle.excess)
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:

@@ -12,8 +12,8 @@ ROOT = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
     {"_axis", "_checks", "_device_groups", "_rounding"},
     {"_cond", "_fits", "_hlo", "_split"},
-    {"_accumulator", "_reductions"},
-    {"_aux", "_engines", "_shares", "_state"},
+    {"_accumulator", "_oracle", "_reductions"},
+    {"_aux", "_coupling", "_engines", "_shares", "_state"},
     {"_call", "_program", "_rows", "_shardings"},
     {"_advance", "_scan"},
     {"_mesh", "_transform"},

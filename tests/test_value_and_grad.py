@@ -239,6 +239,10 @@ def test_outer_differentiation_and_vmap(engine):
     second = jax.grad(lambda w: grad_fn(w, x)[1])(w)
     np.testing.assert_allclose(second, jax.grad(whole)(w, x), rtol=1e-5)
     batch = jnp.stack([x, 2 * x])
+    if engine == "refs":
+        with pytest.raises(ValueError, match="type engine='carry'"):
+            jax.vmap(grad_fn, (None, 0))(w, batch)
+        return
     lanes = jax.vmap(grad_fn, (None, 0))(w, batch)[1]
     np.testing.assert_allclose(lanes, [whole(w, row) for row in batch], rtol=1e-5)
 
