@@ -4,6 +4,7 @@ The arithmetic of one big batch, in the memory of one micro-batch.
 """
 
 from optax_accum import diagnostics as diagnostics
+from optax_accum import planning as planning
 from optax_accum import verify as verify
 from optax_accum._loop import value_and_grad as value_and_grad
 from optax_accum._micro_step import micro_step as micro_step
