@@ -3,7 +3,7 @@
 python -m benchmarks.collectives
 
 Read from the compiled programs, on the devices there are, or on 8 virtual ones where there is only
-a CPU. Nothing is run but one update of each method, whose gradients must agree with the big batch's.
+a CPU. Nothing is run but one window of each method, whose gradients must be the big batch's.
 """
 
 import argparse
@@ -33,6 +33,18 @@ def loss(params: Tree, tokens: jax.Array) -> jax.Array:
     return _transformer.loss(SHAPE, params, tokens)
 
 
+def loss_fsdp(mesh: Mesh) -> Callable[[Tree, jax.Array], jax.Array]:
+    """The same, activations held to the batch's shards, or the compiler would shard them likewise
+    to the weights."""
+    rows = NamedSharding(mesh, P("data"))
+
+    def constrained(params: Tree, tokens: jax.Array) -> jax.Array:
+        between = lambda x: jax.lax.with_sharding_constraint(x, rows)  # noqa: E731
+        return _transformer.loss(SHAPE, params, tokens, between)
+
+    return constrained
+
+
 def methods(mesh: Mesh, specs: Tree) -> dict[str, tuple[bool, Callable[..., Any]]]:
     """By name: are the parameters in shards (FSDP), and (params, tokens) -> (loss, grads)."""
     split = microbatching.microbatch(
@@ -49,9 +61,8 @@ def methods(mesh: Mesh, specs: Tree) -> dict[str, tuple[bool, Callable[..., Any]
         "value_and_grad": (False, oa.value_and_grad(loss, K)),
         "value_and_grad, mesh": (False, once),
         "value_and_grad, mesh, grad_specs": (False, to_shards),
-        "accumulate, axis_name": (False, time_driver(mesh)),
-        "FSDP: one big batch": (True, jax.value_and_grad(loss)),
-        "FSDP: value_and_grad": (True, oa.value_and_grad(loss, K)),
+        "FSDP: one big batch": (True, jax.value_and_grad(loss_fsdp(mesh))),
+        "FSDP: value_and_grad": (True, oa.value_and_grad(loss_fsdp(mesh), K)),
         "FSDP: value_and_grad, mesh": (True, to_shards),
         "FSDP: the same, gather a micro-batch": (
             True,
@@ -60,22 +71,32 @@ def methods(mesh: Mesh, specs: Tree) -> dict[str, tuple[bool, Callable[..., Any]
     }
 
 
-def time_driver(mesh: Mesh) -> Callable[..., Any]:
-    """All micro-steps of a window, each a call of the time driver on its replica."""
+def by_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
+    """(one compiled micro-step of the time driver, what K calls of it come to)."""
     tx = oa.accumulate(optax.sgd(-1.0), K, axis_name="data")  # what it adds is the gradient
-    micro_step = oa.micro_step(loss, tx)
+    one = oa.micro_step(loss, tx)
 
-    def window(params: Tree, tokens: jax.Array) -> Any:
-        state, start, losses = tx.init(params), params, []
-        for part in jnp.split(tokens, K):
-            value, params, state = micro_step(params, state, part)
-            losses.append(value)
-        mean = jax.lax.pmean(jnp.stack(losses).mean(), "data")
-        return mean, optax.tree.sub(params, start)
+    def micro_step(params: Tree, state: Any, tokens: jax.Array) -> tuple[Any, Tree, Any]:
+        value, params, state = one(params, state, tokens)
+        return value[None], params, state
 
-    return jax.shard_map(
-        window, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    specs = oa.state_specs(tx, params, "data")
+    mapped = jax.shard_map(
+        micro_step,
+        mesh=mesh,
+        in_specs=(P(), specs, P("data")),
+        out_specs=(P("data"), P(), specs),
+        check_vma=False,
     )
+    state = oa.refold(tx.init(params), mesh.size)
+    state = jax.device_put(state, oa.state_shardings(tx, params, axis_name="data"))
+    parts = [place(part, mesh, P("data")) for part in jnp.split(jax.device_get(tokens), K)]
+    compiled = jax.jit(mapped).lower(params, state, parts[0]).compile()
+    start, values = params, []
+    for part in parts:
+        value, params, state = compiled(params, state, part)
+        values.append(value.mean())
+    return compiled, (jnp.stack(values).mean(), optax.tree.sub(params, start))
 
 
 def shard_specs(params: Tree, devices: int) -> Tree:
@@ -118,6 +139,9 @@ def measure() -> list[dict[str, Any]]:
         compiled = jax.jit(method, out_shardings=out).lower(given, spread).compile()
         check_equal(name, compiled(given, spread), right)
         rows.append(row(name, compiled, size, mesh.size))
+    compiled, got = by_calls(mesh, whole, tokens)
+    check_equal("accumulate, axis_name", got, right)
+    rows.append(row("K calls: accumulate, axis_name", compiled, size, mesh.size, calls=K))
     return rows
 
 
@@ -130,13 +154,14 @@ def check_equal(name: str, got: Tree, right: Tree) -> None:
         raise AssertionError(f"{name} differs from the big batch by {off:g}")
 
 
-def row(name: str, compiled: Any, size: int, devices: int) -> dict[str, Any]:
+def row(name: str, compiled: Any, size: int, devices: int, calls: int = 1) -> dict[str, Any]:
+    """Of a window in that many calls; what stands in a conditional runs in the one that closes."""
     found = oa.verify.collectives(compiled)
     moved = {"all-reduce": 0, "reduce-scatter": 0, "all-gather": 0, "other": 0}
     in_loops = 0
     for one in found:
         kind = one.kind if one.kind in moved else "other"
-        total = one.bytes * (one.runs or 1)
+        total = one.bytes * (one.runs or 1) * (1 if one.in_conditional else calls)
         moved[kind] += total
         in_loops += total if one.in_loop else 0
     ring = 2 * moved["all-reduce"] + moved["reduce-scatter"] + moved["all-gather"]

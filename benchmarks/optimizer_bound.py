@@ -7,11 +7,9 @@ All methods run in one
 process, interleaved, on the same gradients; their results are compared before any time is taken.
 """
 
-import argparse
-import json
+import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_accum as oa
+from benchmarks import _measure
 
 Tree = Any
 Window = Callable[[Tree, Any, list[Tree]], tuple[Tree, Any]]  # k micro-steps
@@ -98,71 +97,72 @@ def measure(leaves: int, side: int, k: int, rounds: int) -> list[dict[str, Any]]
     jax.block_until_ready(grads)
     size = leaves * side * side * 4
     made = {name: make(params, k) for name, make in methods(k).items()}
-    carries, times = {}, {name: [] for name in made}
-    for name, (_, state, _) in made.items():
-        carries[name] = (jax.tree.map(jnp.copy, params), state)
-    for round_ in range(rounds + 1):
-        for name, (window, _, _) in made.items():
-            jax.block_until_ready(carries[name])
-            start = time.perf_counter()
-            carries[name] = jax.block_until_ready(window(*carries[name], grads))
-            if round_:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
-        check_equal({name: carry[0] for name, carry in carries.items()})
+    times = timed(made, params, grads, rounds)
     base = statistics.median(times["floor"])
-    rows = []
-    for name, (_, _, compiled) in made.items():
-        memory = compiled[0].memory_analysis() if compiled else None
-        low, median, high = statistics.quantiles(times[name], n=4)
-        rows.append(
-            {
-                "case": f"optimizer-bound, {leaves} leaves of {side}x{side}, k={k}",
-                "method": name,
-                "value": median,
-                "spread": [low, high],
-                "unit": "s/window",
-                "ratio_to_floor": median / base,
-                "temporaries_in_P": memory.temp_size_in_bytes / size if memory else None,
-            }
-        )
-    return rows
+    case = f"optimizer-bound, {leaves} leaves of {side}x{side}, k={k}"
+    return [row(case, name, times[name], base, made[name][2], size) for name in made]
 
 
-def check_equal(params: dict[str, Tree]) -> None:
-    """A method that computes something else has no time."""
-    for name, tree in params.items():
-        for leaf, right in zip(
-            jax.tree.leaves(tree), jax.tree.leaves(params["floor"]), strict=True
-        ):
-            off = float(jnp.max(jnp.abs(leaf - right)))
-            if not off <= 1e-5:  # an update has size 1e-3
-                raise AssertionError(f"{name} differs from the floor by {off:g}")
+def timed(
+    made: dict[str, tuple[Window, Any, list[Any]]], params: Tree, grads: list[Tree], rounds: int
+) -> _measure.Times:
+    """Seconds of each window; all parameters are compared after each round."""
+    carries = {
+        name: (jax.tree.map(jnp.copy, params), state) for name, (_, state, _) in made.items()
+    }
+
+    def call(name: str, window: Window) -> float:
+        jax.block_until_ready(carries[name])
+        seconds, carries[name] = _measure.seconds(lambda: window(*carries[name], grads))
+        return seconds
+
+    calls = {name: functools.partial(call, name, window) for name, (window, _, _) in made.items()}
+    allowed = [1e-5] * len(params)  # an update has size 1e-3
+
+    def check() -> None:
+        new = {name: carry[0] for name, carry in carries.items()}
+        _measure.assert_equal(new, "floor", allowed)
+
+    _measure.interleaved(calls, 1, _measure.as_given, check)  # warms up
+    return _measure.interleaved(calls, rounds, _measure.as_given, check)
+
+
+def row(
+    case: str, name: str, times: list[float], base: float, compiled: list[Any], size: int
+) -> dict[str, Any]:
+    low, median, high = _measure.quartiles(times)
+    memory = _measure.memory(compiled[0]) if compiled else None
+    return {
+        "case": case,
+        "method": name,
+        "value": median,
+        "spread": [low, high],
+        "unit": "s/window",
+        "ratio_to_floor": median / base,
+        "temporaries_in_P": memory.temporaries / size if memory else None,
+    }
+
+
+def line(peer: float, row: dict[str, Any]) -> str:
+    temporaries = row["temporaries_in_P"]
+    shown = "" if temporaries is None else f"temporaries {temporaries:.2f} P"
+    return (
+        f"{row['method']:24} {row['value'] * 1e3:8.1f} ms/window"
+        f"  {row['ratio_to_floor']:6.2f} of the floor"
+        f"  {row['value'] / peer:5.2f} of MultiSteps  {shown}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer_bound", description=__doc__
-    )
+    parser = _measure.parser("optimizer_bound", __doc__)
     parser.add_argument("--leaves", type=int, default=16)
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     rows = measure(options.leaves, options.side, options.k, max(options.rounds, 2))
-    if options.json:
-        json.dump(rows, sys.stdout, indent=1)
-        return 0
-    print(rows[0]["case"], "on", jax.devices()[0].device_kind)
     peer = next(row["value"] for row in rows if row["method"] == "optax.MultiSteps")
-    for row in rows:
-        temporaries = row["temporaries_in_P"]
-        shown = "" if temporaries is None else f"temporaries {temporaries:.2f} P"
-        print(
-            f"{row['method']:24} {row['value'] * 1e3:8.1f} ms/window"
-            f"  {row['ratio_to_floor']:6.2f} of the floor"
-            f"  {row['value'] / peer:5.2f} of MultiSteps  {shown}"
-        )
+    _measure.show(rows, options.json, functools.partial(line, peer))
     return 0
 
 
