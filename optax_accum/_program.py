@@ -112,7 +112,15 @@ def _number(loss: Any) -> Any:
 
 
 def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
-    shapes = jax.eval_shape(lambda p, b: loss(p, any_micro_batch(b), state), primals, batch)
+    try:
+        shapes = jax.eval_shape(lambda p, b: loss(p, any_micro_batch(b), state), primals, batch)
+    except Exception as error:
+        if type(error).__name__ == "ShardingTypeError":  # a loss for which jax has no such rule
+            error.add_note(
+                "optax_accum: with value_and_grad(mesh=...) the batch axes are mapped by hand, and "
+                "the loss needs no out_sharding."
+            )
+        raise
     check_loss(shapes[0])
     return shapes
 

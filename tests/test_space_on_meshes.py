@@ -304,3 +304,20 @@ def test_dropout_masks_differ_and_do_not_depend_on_the_number_of_devices(engine,
     for i, key in enumerate(keys):
         rows = alone[i::K] if layout == "strided" else alone[i * B // K : (i + 1) * B // K]
         np.testing.assert_array_equal(rows, jax.random.bernoulli(key, 0.5, (B // K, D)))
+
+
+@pytest.mark.parametrize("engine", ["carry", "auto"])
+def test_an_embedding_in_global_view_is_told_of_mesh(engine):
+    """Explicit axes: jax asks the loss for an out_sharding; mapped by hand it needs none."""
+    mesh = jax.make_mesh((8,), ("data",))
+    loss = lambda w, tokens: jnp.mean(w[tokens] ** 2)  # noqa: E731
+    w, tokens = jnp.arange(12.0).reshape(4, 3), np.arange(64) % 4
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        with pytest.raises(Exception, match="out_sharding") as caught:
+            jax.jit(oa.value_and_grad(loss, 4, engine=engine))(w, spread)
+        assert any("value_and_grad(mesh=...)" in note for note in caught.value.__notes__)
+        got = jax.jit(oa.value_and_grad(loss, 4, engine=engine, mesh=mesh))(w, spread)
+    want = jax.value_and_grad(loss)(w, jnp.asarray(tokens))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-6)
