@@ -314,10 +314,11 @@ def test_an_embedding_in_global_view_is_told_of_mesh(engine):
     w, tokens = jnp.arange(12.0).reshape(4, 3), np.arange(64) % 4
     with jax.set_mesh(mesh):
         spread = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        w = jax.device_put(w, NamedSharding(mesh, P()))
         with pytest.raises(Exception, match="out_sharding") as caught:
             jax.jit(oa.value_and_grad(loss, 4, engine=engine))(w, spread)
         assert any("value_and_grad(mesh=...)" in note for note in caught.value.__notes__)
         got = jax.jit(oa.value_and_grad(loss, 4, engine=engine, mesh=mesh))(w, spread)
-    want = jax.value_and_grad(loss)(w, jnp.asarray(tokens))
+    want = jax.value_and_grad(loss)(jnp.asarray(np.asarray(w)), jnp.asarray(tokens))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-6)
