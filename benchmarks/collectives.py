@@ -99,6 +99,25 @@ def by_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
     return compiled, (jnp.stack(values).mean(), optax.tree.sub(params, start))
 
 
+def by_plain_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
+    """The same of `optax.MultiSteps`, whose every micro-gradient the compiler reduces."""
+    tx = optax.MultiSteps(optax.sgd(-1.0), K).gradient_transformation()
+
+    def micro_step(params: Tree, state: Any, tokens: jax.Array) -> tuple[Any, Tree, Any]:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    state = place(tx.init(params), mesh, P())
+    parts = [place(part, mesh, P("data")) for part in jnp.split(jax.device_get(tokens), K)]
+    compiled = jax.jit(micro_step).lower(params, state, parts[0]).compile()
+    start, values = params, []
+    for part in parts:
+        value, params, state = compiled(params, state, part)
+        values.append(value)
+    return compiled, (jnp.stack(values).mean(), optax.tree.sub(params, start))
+
+
 def shard_specs(params: Tree, devices: int) -> Tree:
     """Every leaf in shards along its last axis that splits, as FSDP lays it."""
 
@@ -139,19 +158,22 @@ def measure() -> list[dict[str, Any]]:
         compiled = jax.jit(method, out_shardings=out).lower(given, spread).compile()
         check_equal(name, compiled(given, spread), right)
         rows.append(row(name, compiled, size, mesh.size))
-    compiled, got = by_calls(mesh, whole, tokens)
-    check_equal("accumulate, axis_name", got, right)
-    rows.append(row("K calls: accumulate, axis_name", compiled, size, mesh.size, calls=K))
+    for name, calls in (
+        ("accumulate, axis_name", by_calls),
+        ("optax.MultiSteps, plain jit", by_plain_calls),
+    ):
+        compiled, got = calls(mesh, whole, tokens)
+        check_equal(name, got, right)
+        rows.append(row(f"K calls: {name}", compiled, size, mesh.size, calls=K))
     return rows
 
 
 def check_equal(name: str, got: Tree, right: Tree) -> None:
     """A method that computes something else is not listed."""
-    scale = optax.tree.norm(right[1], ord=jnp.inf)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True)
-    off = max(float(jnp.max(jnp.abs(jax.device_get(a) - jax.device_get(b)))) for a, b in pairs)
-    if not off <= 1e-4 * max(float(scale), 1.0):
-        raise AssertionError(f"{name} differs from the big batch by {off:g}")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+        off = float(jnp.max(jnp.abs(jax.device_get(a) - jax.device_get(b))))
+        if not off <= 1e-3 * float(jnp.max(jnp.abs(b))):
+            raise AssertionError(f"{name} differs from the big batch by {off:g}")
 
 
 def row(name: str, compiled: Any, size: int, devices: int, calls: int = 1) -> dict[str, Any]:
@@ -161,7 +183,9 @@ def row(name: str, compiled: Any, size: int, devices: int, calls: int = 1) -> di
     in_loops = 0
     for one in found:
         kind = one.kind if one.kind in moved else "other"
-        total = one.bytes * (one.runs or 1) * (1 if one.in_conditional else calls)
+        if one.runs is None:
+            raise ValueError(f"{name} has a loop whose trip count is unknown")
+        total = one.bytes * one.runs * (1 if one.in_conditional else calls)
         moved[kind] += total
         in_loops += total if one.in_loop else 0
     ring = 2 * moved["all-reduce"] + moved["reduce-scatter"] + moved["all-gather"]

@@ -53,7 +53,7 @@ def open_window(params: optax.Params, accumulator_dtype: Any) -> Window:
         dtype = jnp.result_type(param)
         wide = window_dtype(dtype, accumulator_dtype)
         check_kept(path, "parameter", dtype, wide, accumulator_dtype)
-        return jnp.zeros_like(param, dtype=wide)
+        return _axis.sharded_like(jnp.zeros_like(param, dtype=wide), param)
 
     return fresh(jax.tree_util.tree_map_with_path(zeros, params))
 
@@ -90,16 +90,22 @@ def reduced(window: Window, axis_name: _axis.AxisName | None) -> Window:
 def folded(window: Window, replicas: int) -> Window:
     """The rows of a window's replicas, summed into another number of rows."""
 
-    def rows(x: jax.Array) -> jax.Array:
+    def rows(x: jax.Array, kept: jax.Array) -> jax.Array:
         wide = x.astype(promoted(x.dtype, jnp.float32))
-        kept = window.kept.reshape(-1, *(1,) * (x.ndim - 1))
+        kept = kept.reshape(-1, *(1,) * (x.ndim - 1))
         wide = jnp.where(kept == 0, jnp.zeros([], wide.dtype), wide)
         padding = -len(wide) % replicas
         wide = jnp.pad(wide, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return wide.reshape(-1, replicas, *x.shape[1:]).sum(0).astype(x.dtype)
 
-    kept = jnp.pad(window.kept, (0, -len(window.kept) % replicas)).reshape(-1, replicas).max(0)
-    return jax.tree.map(rows, window._replace(kept=None))._replace(kept=kept)
+    def most(kept: jax.Array) -> jax.Array:
+        return jnp.pad(kept, (0, -len(kept) % replicas)).reshape(-1, replicas).max(0)
+
+    sums = jax.tree.map(
+        lambda x: _axis.by_compiler(rows, x, window.kept, rows=replicas),
+        window._replace(kept=None),
+    )
+    return sums._replace(kept=_axis.by_compiler(most, window.kept, rows=replicas))
 
 
 def reopen(window: Window, full: Any) -> Window:
@@ -114,13 +120,13 @@ def judge(
     known: float | None,
     loss_reduction: str,
     nonfinite: str,
-    axis_name: _axis.AxisName | None = None,
+    agreed_by: tuple[str, ...] = (),
 ) -> Contribution:
     """Decide how one micro-gradient enters the window, from its weight and its finiteness.
 
     `known` is the weight's value where it is known before compilation (1 where no weight was
     given). A traced weight below zero or not finite counts as a micro-gradient that is not. What
-    one replica of a mapped axis drops, all drop.
+    one device along the axes `agreed_by` drops, all drop.
     """
     if known == 0:
         return Contribution(None, jnp.zeros([], jnp.float32), False, False)
@@ -130,8 +136,8 @@ def judge(
     present = True if known is not None else weight != 0
     if nonfinite == "skip_micro_step":
         finite = all_finite(grads, weight if scaled else None) & is_weight(weight)
-        dropped = _axis.anywhere(present & ~finite, axis_name)
-        keep = present & finite if axis_name is None else present & ~dropped
+        dropped = _axis.anywhere(present & ~finite, agreed_by)
+        keep = present & ~dropped if agreed_by else present & finite
     else:
         keep, dropped = present, False
         weight = jnp.where(is_weight(weight), weight, jnp.nan)
@@ -218,7 +224,9 @@ def mean_value(window: Window, loss_reduction: str) -> Any:
     return value if float(window.value_weight) else np.float32(np.nan)  # no array: jax_debug_nans
 
 
-def may_update(window: Window, known: float | None, nonfinite: str) -> tuple[Any, Any]:
+def may_update(
+    window: Window, known: float | None, nonfinite: str, agreed_by: tuple[str, ...] = ()
+) -> tuple[Any, Any]:
     """May a full window close with an update, and how many micro-steps are thrown away if not?"""
     none = jnp.zeros([], jnp.int32)
     if nonfinite == "propagate" and known:
@@ -226,7 +234,7 @@ def may_update(window: Window, known: float | None, nonfinite: str) -> tuple[Any
     present = window.weight_sum != 0
     if nonfinite != "skip_window":
         return present, none
-    finite = all_finite((window.grad_sum, window.weight_sum))
+    finite = ~_axis.anywhere(~all_finite((window.grad_sum, window.weight_sum)), agreed_by)
     return present & finite, jnp.where(finite, none, window.kept)
 
 

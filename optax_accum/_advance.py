@@ -33,14 +33,17 @@ def _zero_updates(make: Callable[[], Any], params: Any, grad_sum: Any) -> optax.
     shapes = result_shapes(make)
     structure = jax.tree.structure(shapes)
     fitting = [tree for tree in (grad_sum, params) if jax.tree.structure(tree) == structure]
-    like = (fitting or [shapes])[0]
 
-    def zeros(shape: Any, like: Any) -> Any:
+    def zeros(shape: Any, *like: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
             return shape
-        return jnp.zeros_like(like if jnp.shape(like) == shape.shape else shape, dtype=shape.dtype)
+        for x in (*like, shape):
+            # What a replica knows of its own window varies; inner's updates may not.
+            if jnp.shape(x) == shape.shape and not _axis.varying(x):
+                return jnp.zeros_like(x, dtype=shape.dtype)
+        return jnp.zeros(shape.shape, shape.dtype)
 
-    return jax.tree.map(zeros, shapes, like)
+    return jax.tree.map(zeros, shapes, *fitting)
 
 
 def _applied(updates: optax.Updates, params: optax.Params) -> optax.Params:
@@ -96,7 +99,7 @@ def advance(settings: Settings, emit: Emit, state: AccumulateState, call: Call) 
         call.known_weight,
         call.loss_reduction,
         settings.nonfinite,
-        settings.axis_name,
+        (*_axis.names(settings.axis_name), *_axis.beside(settings.axis_name)),
     )
     if state.grad_sum is None and settings.k == 1:
         bufferless = _bufferless if settings.axis_name is None else _bufferless_reduced
@@ -132,7 +135,8 @@ def settle(
 
     def boundary() -> Any:
         whole = acc.reduced(window, settings.axis_name)
-        ok, lost = acc.may_update(whole, call.known_weight, settings.nonfinite)
+        shards = _axis.beside(settings.axis_name)
+        ok, lost = acc.may_update(whole, call.known_weight, settings.nonfinite, shards)
         run, _, empty = branches(whole)
         return *cond(ok, run, empty), lost
 
@@ -223,7 +227,7 @@ def _branches(
         gradient = close()
         extra = dict(call.extra)
         if nested:
-            extra["last"] = call.last
+            extra.update(last=call.last, reduced_over=call.reduced_over)
             if call.loss_reduction != "sum":
                 extra.update(weight=window.weight_sum, from_outer_mean=True)
         if "grad" in extra:

@@ -35,6 +35,30 @@ def reducers(spec: Any, shapes: Any) -> list[str]:
     return jax.tree.leaves(full)
 
 
+def check_rows(how: list[str], shapes: Any, examples: int, layout: str) -> None:
+    """Raise where "concat" could not give the batch's order."""
+    for r, (path, leaf) in zip(how, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+        rows = leaf.shape[:1]
+        if r == "concat" and (not rows or (layout == "strided" and rows != (examples,))):
+            raise ValueError(
+                f"aux{_fits.at(path)} has shape {leaf.shape}, expected a row for each of the "
+                f"{examples} examples with aux='concat'; reshape it inside loss_fn, or type "
+                "aux='stack', or batch_layout='contiguous' for several rows an example."
+            )
+
+
+def check_remainder(how: list[str], shapes: Any, smaller: Any) -> None:
+    """Raise where the smaller micro-batch's output cannot be combined element by element."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(smaller), strict=True)
+    for r, ((path, leaf), last) in zip(how, pairs, strict=True):
+        if r != "concat" and leaf.shape != last.shape:
+            raise ValueError(
+                f"aux{_fits.at(path)} has shape {leaf.shape} in a micro-batch and {last.shape} in "
+                f"the smaller one at the end, which aux={r!r} would combine element by element; "
+                "type aux='concat', or reduce it over the examples inside loss_fn."
+            )
+
+
 def initial(how: list[str], shapes: Any) -> list[Any]:
     """What the reducers start from."""
     return [_initial(r, leaf) for r, leaf in zip(how, jax.tree.leaves(shapes), strict=True)]
@@ -59,13 +83,15 @@ def added(how: list[str], totals: list[Any]) -> list[Any]:
     return [total for r, total in zip(how, totals, strict=True) if r in ("mean", "sum")]
 
 
-def agreed(how: list[str], totals: list[Any], added: list[Any], axis_name: Any) -> list[Any]:
+def agreed(
+    how: list[str], totals: list[Any], added: list[Any], kept_any: Any, axis_name: Any
+) -> list[Any]:
     """The totals of all replicas; those that are given back row by row stay each one's own."""
     summed = iter(added)
     over_replicas = {
         "max": _axis.largest,
         "min": _axis.smallest,
-        "last": _axis.from_last_replica,
+        "last": lambda total, axis_name: _axis.from_last_replica(total, kept_any, axis_name),
         **dict.fromkeys(("mean", "sum"), lambda total, axis_name: next(summed)),
         **dict.fromkeys(_KEPT, lambda total, axis_name: None),
     }
@@ -97,6 +123,8 @@ def result(
             floating = jnp.issubdtype(shape.dtype, jnp.inexact)
             mean = correct(total)
             out.append(mean.astype(shape.dtype) if floating else mean)
+        elif r == "sum" and jnp.issubdtype(shape.dtype, jnp.inexact):
+            out.append(total.astype(shape.dtype))
         else:
             out.append(total)
     return treedef.unflatten(out)
@@ -110,9 +138,14 @@ def _initial(reducer: str, leaf: Any) -> Any:
         return jnp.zeros_like(leaf, _fits.promoted(dtype, jnp.float32))
     if reducer in ("max", "min"):
         return jnp.full_like(leaf, _extreme(dtype, reducer == "max"))
-    if reducer == "sum" and dtype == jnp.bool_:
-        dtype = jnp.dtype(jnp.int32)
-    return jnp.zeros_like(leaf, dtype)
+    return jnp.zeros_like(leaf, _sum_dtype(dtype) if reducer == "sum" else dtype)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Wide enough that sums neither stagnate nor wrap."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return _fits.promoted(dtype, jnp.float32)
+    return _fits.promoted(dtype, jnp.int32)
 
 
 def _extreme(dtype: Any, lowest: bool) -> Any:

@@ -4,12 +4,14 @@ A replica is one index along `axis_name`, which is a name or several. Every coll
 package that stands inside a mapped axis stands here.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
@@ -90,11 +92,11 @@ def smallest(x: Any, axis_name: AxisName | None) -> Any:
     return x if axis_name is None else lax.pmin(x, axis_name)
 
 
-def anywhere(flag: Any, axis_name: AxisName | None) -> Any:
+def anywhere(flag: Any, axes: AxisName | None) -> Any:
     """Whether it holds on any replica, agreed by all: 4 bytes."""
-    if axis_name is None:
+    if not axes:
         return flag
-    return lax.psum(jnp.asarray(flag).astype(jnp.int32), axis_name) > 0
+    return lax.psum(jnp.asarray(flag).astype(jnp.int32), axes) > 0
 
 
 def gathered(tree: Any, axis_name: AxisName | None) -> Any:
@@ -106,10 +108,12 @@ def gathered(tree: Any, axis_name: AxisName | None) -> Any:
     )
 
 
-def from_last_replica(x: Any, axis_name: AxisName | None) -> Any:
+def from_last_replica(x: Any, has_one: Any, axis_name: AxisName | None) -> Any:
+    """The value of the last replica that has one; where none has, all hold zeros."""
     if axis_name is None:
         return x
-    mine = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    here = jnp.where(has_one, lax.axis_index(axis_name), -1)
+    mine = here == lax.pmax(here, axis_name)
     return lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis_name).astype(x.dtype)
 
 
@@ -118,26 +122,50 @@ def folded_key(key: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return key if axis_name is None else jax.random.fold_in(key, lax.axis_index(axis_name))
 
 
-def communicates(loss: Any, axis_name: AxisName | None, *args: Any) -> bool:
-    """Whether a function has collectives along the axis (synchronised statistics, say).
+def communicates(gradient: Any, axis_name: AxisName | None, *args: Any) -> bool:
+    """Whether a function communicates (synchronised statistics, say), or the compiler may in it.
 
-    A replica may then not leave it out by itself: the others would wait for ever.
+    A replica may then not leave it out by itself: the others would wait for ever. Collectives along
+    other axes are no better: a permutation is one for all devices.
     """
-    if axis_name is None:
+    if axis_name is None and not inside_manual_axes():
         return False
-    return _mentions(jax.make_jaxpr(loss)(*args).jaxpr, frozenset(names(axis_name)))
+    if axis_name is not None and beside_other_axes(axis_name):
+        return True
+    return _has_collectives(jax.make_jaxpr(gradient)(*args).jaxpr)
+
+
+def mixes(gradient: Any, axis_name: AxisName | None, *args: Any) -> bool:
+    """Whether what one replica's loss is worth reaches another's gradient inside a function."""
+    return axis_name is not None and _has_collectives(jax.make_jaxpr(gradient)(*args).jaxpr)
+
+
+def beside_other_axes(axis_name: AxisName) -> bool:
+    """Whether this mesh has other axes, the compiler's or mapped ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    others = [name for name, size in sizes if size > 1 and name not in names(axis_name)]
+    return bool(mesh.manual_axes and others)
+
+
+def beside(axis_name: AxisName | None) -> tuple[str, ...]:
+    """The other mapped axes: along them a replica holds shards, and has to agree with itself."""
+    if axis_name is None:
+        return ()
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(name for name in mapped if name not in names(axis_name))
 
 
 _SILENT = ("axis_index", "pcast", "pvary")
 
 
-def _mentions(jaxpr: Any, axes: frozenset[str]) -> bool:
+def _has_collectives(jaxpr: Any) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _SILENT:
             for key in ("axes", "axis_name"):
-                if not axes.isdisjoint(_flat(eqn.params.get(key, ()))):
+                if any(isinstance(name, str) for name in _flat(eqn.params.get(key, ()))):
                     return True
-        if any(_mentions(inner, axes) for inner in jaxprs_in_params(eqn.params)):
+        if any(map(_has_collectives, jaxprs_in_params(eqn.params))):
             return True
     return False
 
@@ -175,7 +203,24 @@ def own(tree: Any, axis_name: AxisName | None) -> Any:
     return jax.tree.map(lambda x: as_varying(x, axes), tree) if axes else tree
 
 
+def by_compiler(f: Any, x: jax.Array, *others: jax.Array, rows: int) -> Any:
+    """`f(x, *others)`, whose result has so many rows in place of those of `x`.
+
+    Explicit axes would have to be told how the rows in between are sharded: the compiler decides.
+    """
+    sharding = jax.typeof(x).sharding
+    over = sharding.spec[0] if len(sharding.spec) else None
+    if over is None:
+        return f(x, *others)
+    over = over if isinstance(over, tuple) else (over,)
+    kept = over if rows % math.prod(sharding.mesh.shape[name] for name in over) == 0 else None
+    out = NamedSharding(sharding.mesh, PartitionSpec(kept, *sharding.spec[1:]))
+    return jax.sharding.auto_axes(f, out_sharding=out)(x, *others)
+
+
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` with the sharding of `other`, where shardings are part of the types."""
     wanted = jax.typeof(other).sharding
-    return x if jax.typeof(x).sharding == wanted else jax.sharding.reshard(x, wanted)
+    if wanted.mesh.empty or jax.typeof(x).sharding == wanted:
+        return x
+    return jax.sharding.reshard(x, wanted)

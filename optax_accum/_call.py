@@ -43,6 +43,7 @@ class Call(NamedTuple):
     value: jax.Array | None  # shape=(), dtype=jnp.float32
     offered: bool  # value and grad go to inner only if inner takes them
     loss_reduction: str
+    reduced_over: tuple[str, ...]  # the replicas that a closed window is the sum of
     extra: dict[str, Any]
 
 
@@ -79,7 +80,7 @@ def check_settings(
 
 def settings_of(tx: Any) -> Settings | None:
     """What `accumulate` was given; None of any other transformation."""
-    return getattr(tx.update, "settings", None)
+    return getattr(getattr(tx, "update", None), "settings", None)
 
 
 def checked_call(
@@ -92,6 +93,7 @@ def checked_call(
     value: Any = None,
     offered: bool = False,
     from_outer_mean: bool = False,  # said by an outer accumulate, whose gradients are means
+    reduced_over: tuple[str, ...] = (),  # said by an outer accumulate: its replicas
     **extra: Any,
 ) -> Call:
     if state.grad_sum is not None:
@@ -121,7 +123,21 @@ def checked_call(
     if value is not None:
         value = _checks.real_scalar("value", value)
     last = _checks.scalar_flag("last", last)
+    if settings.axis_name is not None and _axis.checked(settings.axis_name) & _axis.varying(last):
+        raise ValueError(
+            f"last varies along {settings.axis_name!r}, expected the same on all replicas, which "
+            "close their windows together; type last=jax.lax.psum(last.astype(int), "
+            f"{settings.axis_name!r}) > 0."
+        )
+    axes = _axis.names(settings.axis_name)
+    if again := [name for name in axes if name in reduced_over]:
+        raise ValueError(
+            f"a nested accumulate has axis_name={settings.axis_name!r}, but the outer one has "
+            f"reduced over {again} already; type axis_name= on the outer one alone."
+        )
     if settings.axis_name is not None and known != 0:
+        _fits.check_shared(params, settings.axis_name)
         _fits.check_unreduced(grads, settings.axis_name)
     reduction = "mean" if from_outer_mean else settings.loss_reduction
-    return Call(grads, params, weight, known, last, value, offered, reduction, extra)
+    over = (*axes, *reduced_over)
+    return Call(grads, params, weight, known, last, value, offered, reduction, over, extra)

@@ -84,6 +84,27 @@ def integer_k(k: Any) -> int:
     return number
 
 
+def whole(name: str, number: Any) -> int:
+    """A Python integer of 1 or more, for what cannot be a schedule."""
+    try:
+        found = (
+            None if is_traced(number) or is_scalar(number, jnp.bool_) else operator.index(number)
+        )
+    except TypeError:
+        found = None
+    if found is None or found < 1:
+        raise ValueError(
+            f"{name} is {number!r} ({type(number).__name__}), expected an integer of 1 or more, "
+            f"known before compilation; type {name}=8."
+        )
+    return found
+
+
+def function(name: str, thing: Any) -> None:
+    if thing is not None and not callable(thing):
+        raise TypeError(f"{name} is {described(thing)}, expected a function.")
+
+
 def scheduled_k(schedule: Callable[[Any], Any], update_step: jax.Array) -> jax.Array:
     """What the schedule says for this update, as int32; below 1 counts as 1."""
     k = schedule(update_step)
@@ -127,17 +148,18 @@ def accumulator_dtype(dtype: Any) -> Any:
     return found
 
 
-def real_scalar(name: str, number: Any) -> Any:
-    """A real scalar, as float32."""
+def real_scalar(name: str, number: Any, dtype: Any = jnp.float32) -> Any:
+    """A real scalar, of a dtype."""
     if not any(is_scalar(number, kind) for kind in (jnp.integer, jnp.floating, jnp.bool_)):
+        it = f"{name}={name}" if name.isidentifier() else "that"
         raise TypeError(
             f"{name} is {described(number)}, expected one real number for the whole micro-batch; "
-            f"for one number an example type {name}={name}.sum() or {name}.mean()."
+            f"for one number an example type {it}.sum() or {it}.mean()."
         )
     if isinstance(number, jax.Array):
-        return number.astype(jnp.float32)
+        return number.astype(dtype)
     with np.errstate(over="ignore"):
-        return jnp.asarray(np.float32(number))
+        return jnp.asarray(np.asarray(number).astype(dtype))
 
 
 def known_weight(weight: Any) -> float | None:
@@ -166,9 +188,17 @@ def scalar_flag(name: str, flag: Any) -> Any:
     return flag
 
 
-def indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
+def indices(name: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
     """Numbers of arguments, one given alone included."""
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    try:
+        if isinstance(argnums, (list, tuple)):
+            return tuple(map(operator.index, argnums))
+        return (operator.index(argnums),)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise TypeError(
+            f"{name} is {argnums!r}, expected the number of an argument or a tuple of them; "
+            f"type {name}=1 or {name}=(1, 2)."
+        ) from None
 
 
 def weight_function(weight: Any, loss_reduction: str) -> None:

@@ -16,8 +16,9 @@ from optax_accum import _axis, _checks, _fits
 
 ENGINES = ("auto", "carry", "refs")
 TOGETHER = (
-    "the loss communicates between replicas, so one whose micro-batch has no weight computes it "
-    "with the others, and its gradient is selected out afterwards; type engine='carry'"
+    "the loss communicates between devices (replicas, or those of a tensor axis), so a replica "
+    "whose micro-batch has no weight computes it with the others, and its gradient is selected out "
+    "afterwards; type engine='carry'"
 )
 VMAPPED = "jax.vmap cannot map references that a loop writes; type engine='carry'"
 Loss = Callable[..., tuple[jax.Array, Any]]  # differentiated arguments -> (loss, aux)

@@ -42,7 +42,13 @@ def check_gradients(grad_sum: Any, grads: optax.Updates, accumulator_dtype: Any)
     sums = aligned(grads, grad_sum)
     paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
     for (path, grad), total in zip(paths, sums, strict=True):
-        if grad is None or not _checks.is_array(grad):
+        if grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0:
+            continue
+        if not _checks.is_array(grad):
+            if _checks.is_array(total):
+                raise TypeError(
+                    f"a gradient{at(path)} is {_checks.described(grad)}, expected an array or None."
+                )
             continue
         if not _checks.is_array(total):
             raise ValueError(
@@ -107,6 +113,31 @@ def check_unreduced(grads: optax.Updates, axis_name: _axis.AxisName) -> None:
                 "Differentiate with respect to parameters that vary, jax.grad(loss)("
                 f"jax.lax.pcast(params, {axis_name!r}, to='varying'), batch), or use "
                 "oa.micro_step or oa.value_and_grad(axis_name=...), which do so themselves."
+            )
+
+
+def check_wide(loss: Any) -> None:
+    """Raise for the loss of replicas that mix: its weight has to start the backward pass."""
+    if loss.dtype.itemsize < 4:
+        raise TypeError(
+            f"the loss is {loss.dtype.name} and communicates between replicas of unequal weights, "
+            "which only its backward pass can weigh, in float32; return loss.astype(jnp.float32)."
+        )
+
+
+def check_shared(params: Any, axis_name: _axis.AxisName) -> None:
+    """Raise where jax knows that a parameter is a replica's own, its gradient being no one else's.
+
+    Only `value_and_grad` leaves such a gradient as it is.
+    """
+    axes = _axis.checked(axis_name)
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        if _checks.is_array(param) and axes & _axis.varying(param):
+            raise ValueError(
+                f"the parameter{at(path)} varies along {axis_name!r}, over which its gradients "
+                "would be combined; pass it as it is on all replicas, in_specs=P(), without pcast. "
+                "Where each replica has its own (shards), take oa.value_and_grad(axis_name=...) "
+                "and an accumulate without axis_name."
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_accum import _checks, _engines, _mesh, _scan, _split
+from optax_accum import _axis, _checks, _engines, _mesh, _scan, _split
 from optax_accum._program import Settings
 
 
@@ -59,11 +59,12 @@ def value_and_grad(
       loss_fn: returns a real floating scalar; `(loss, aux)` with `has_aux`; `(loss, new_state)`
         with `state_argnum`; `(loss, (new_state, aux))` with both. Differentiable as by jax.
       k: micro-batches in the batch. Give it or `micro_batch_size`; neither if stacked.
-      micro_batch_size: examples in a micro-batch.
+      micro_batch_size: examples in a micro-batch; of one replica, as k is, where there are several.
       argnums: the arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `loss_fn` returns auxiliary outputs.
       batch_argnums: the arguments that are cut, every leaf along its leading axis.
-      rng_argnums: arguments of PRNG keys, folded with the index of the micro-step.
+      rng_argnums: arguments of PRNG keys, folded with the index of the micro-step: give every
+        call a key of its own.
       state_argnum: one argument of model state, handed from micro-step to micro-step.
       merge_state: every micro-step starts from the same state instead, and
         `merge_state(initial, stacked, weights)` makes the new one.
@@ -74,7 +75,8 @@ def value_and_grad(
         `"min"`, `"last"`, `"stack"` (a row a micro-step) or `"concat"` (per-example results in the
         batch's order), or a tree prefix of these. None: floating scalars by their mean.
       nonfinite: `"propagate"`, or `"skip_micro_step"`: a micro-batch whose gradients are not finite
-        is dropped with its weight, loss, aux and model state.
+        is dropped with its weight, loss, aux and model state. Where nothing is kept at all, loss
+        and gradients are zeros: `Stats.weight` tells.
       accumulator_dtype: of the sums; None: `promote_types(gradient, float32)`.
       engine: `"carry"` adds each gradient to the window, `"refs"` lets the backward pass add into
         it in place, `"auto"` takes refs where it can. Under `jax.vmap` of a jitted call, and where
@@ -88,14 +90,19 @@ def value_and_grad(
       axis_name: inside `jax.shard_map` or `jax.pmap`: the mapped axis (or axes) over which replicas
         share the batch, k micro-batches each. The total of the weights is reduced before the loop,
         everything else once after it. Results are the same on all replicas, except rows of
-        `"stack"` and `"concat"`, which stay each one's own. A parameter that varies along the axis
-        already is that replica's own, and so is its gradient. Keys are folded with the replica's
-        number too. What is not finite is dropped by the replica that has it.
+        `"stack"` and `"concat"`, which stay each one's own. A parameter of which jax knows
+        (by `check_vma=True`) that it varies along the axis is that replica's own, and so is its
+        gradient; unchecked, all gradients are summed. A loss that communicates itself (BatchNorm's
+        `axis_name`) is computed by all replicas or by none, and guards its own denominators against
+        a replica without weight. Keys are folded with the replica's number too. What is not finite
+        is dropped by the replica that has it.
       mesh: outside of them: the mesh, or True for the arguments'. Every gradient byte is then
         reduced once, after the loop, where plain `jit` reduces once a micro-batch. Only
         `batch_axes` are mapped by hand, other axes (tensor parallelism) are left to the compiler.
         Parameters in shards over the batch axes (FSDP) are gathered once. `"stack"` gives k rows a
-        replica. Batches may lie anywhere; in shards over their examples they do not move.
+        replica. Batches may lie anywhere; in shards over their examples they do not move. On
+        several hosts make them by `jax.make_array_from_process_local_data` of each process's part:
+        a NumPy array is taken for the whole batch, the same in every process.
       batch_axes: the mesh axes over which the examples are shared, one name or several.
       grad_specs: a tree prefix of `PartitionSpec`s: gradients come in these shards over the batch
         axes, by a reduce-scatter (ZeRO-1 and 2). None: like the parameters where their types show
@@ -126,6 +133,8 @@ def value_and_grad(
             f"k is {k} and micro_batch_size {micro_batch_size}, expected one of them; type "
             "value_and_grad(loss_fn, k=8) or value_and_grad(loss_fn, micro_batch_size=4)."
         )
+    _checks.function("loss_fn", loss_fn)
+    _checks.function("merge_state", merge_state)
     _checks.choice("batch_layout", batch_layout, _split.LAYOUTS)
     _checks.choice("remainder", remainder, ("error", "exact"))
     _checks.choice("engine", engine, _engines.ENGINES)
@@ -139,12 +148,12 @@ def value_and_grad(
         )
     settings = Settings(
         loss_fn,
-        None if k is None else _checks.integer_k(k),
-        None if micro_batch_size is None else _checks.integer_k(micro_batch_size),
-        _checks.indices(argnums),
+        None if k is None else _checks.whole("k", k),
+        None if micro_batch_size is None else _checks.whole("micro_batch_size", micro_batch_size),
+        _checks.indices("argnums", argnums),
         has_aux,
-        _checks.indices(batch_argnums),
-        _checks.indices(rng_argnums),
+        _checks.indices("batch_argnums", batch_argnums),
+        _checks.indices("rng_argnums", rng_argnums),
         state_argnum,
         merge_state,
         weight,
@@ -165,11 +174,12 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         _check_count(settings, args)
         if where is None:
+            _check_bound(settings)
             outcome = _scan.evaluate(settings, args, kwargs)
         else:
             outcome = _mesh.evaluate(settings, where, args, kwargs)
         grads = outcome.grads
-        if isinstance(argnums, int):
+        if not isinstance(argnums, (list, tuple)):
             (grads,) = grads
         value: tuple[Any, ...] = (outcome.loss,)
         if state_argnum is not None and has_aux:
@@ -195,6 +205,8 @@ def _check_apart(settings: Settings) -> None:
     seen: dict[int, str] = {}
     for role, indices in roles.items():
         for index in indices:
+            if seen.get(index) == role:
+                raise ValueError(f"{role} holds argument {index} twice, expected it once.")
             if index in seen:
                 raise ValueError(
                     f"argument {index} is in {seen[index]} and in {role}, expected in one of them; "
@@ -220,7 +232,22 @@ def _check_count(settings: Settings, args: tuple[Any, ...]) -> None:
         )
 
 
+def _check_bound(settings: Settings) -> None:
+    if settings.axis_name is not None and not _axis.is_bound(settings.axis_name):
+        raise ValueError(
+            f"value_and_grad(axis_name={settings.axis_name!r}) was called where no such axis is "
+            "mapped; call it inside jax.shard_map or jax.pmap over that axis, or outside of them "
+            "type mesh=your_mesh."
+        )
+
+
 def _check_replicas(settings: Settings, mesh: Any, grad_specs: Any, gather: str) -> None:
+    if mesh and settings.batch_layout == "stacked" and "concat" in jax.tree.leaves(settings.aux):
+        raise ValueError(
+            "aux='concat' was given with batch_layout='stacked' and mesh, whose replicas hold "
+            "parts of every micro-batch: the batch's order would take moving all of it; type "
+            "aux='stack' (the rows of one replica after those of another), or another layout."
+        )
     if mesh and settings.axis_name is not None:
         raise ValueError(
             f"axis_name is {settings.axis_name!r} and mesh was given, expected one of them: "

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from optax_accum import _checks, _fits, _scan
+from optax_accum import _batch_axes, _checks, _fits, _scan
 from optax_accum._program import Settings
 from optax_accum._scan import Outcome, Stats
 
@@ -32,11 +32,14 @@ def across(mesh: Any, batch_axes: str | Sequence[str], grad_specs: Any, gather: 
             f"mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh, or True for the mesh "
             "of the arguments."
         )
-    if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"batch_axes is {batch_axes!r}, expected names of mesh axes.")
+    if not axes or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+        raise TypeError(
+            f"batch_axes is {batch_axes!r}, expected different names of mesh axes; type "
+            'batch_axes="data" or batch_axes=("data", "fsdp").'
+        )
     _checks.choice("gather", gather, GATHERS)
     if mesh is not True:
-        _check_axes(mesh, axes)
+        _batch_axes.check_axes(mesh, axes)
     return Across(mesh, axes, grad_specs, gather)
 
 
@@ -45,9 +48,9 @@ def evaluate(
 ) -> Outcome:
     """The loss of a whole batch that lies over a mesh, and its gradients."""
     mesh = where.mesh if where.mesh is not True else _mesh_of((args, kwargs))
-    _check_axes(mesh, where.batch_axes)
+    _batch_axes.check_axes(mesh, where.batch_axes)
     replicas = int(np.prod([mesh.shape[axis] for axis in where.batch_axes]))
-    _check_examples(settings, args, replicas, where.batch_axes)
+    _batch_axes.check_examples(settings, args, replicas, where.batch_axes)
     primals = tuple(args[i] for i in settings.argnums)
     shards = _shards(where, mesh, primals)
     settings = settings._replace(
@@ -55,8 +58,9 @@ def evaluate(
         scattered=[plan for plan, _ in shards],
         gather=where.gather == "micro_batch",
     )
+    args = tuple(_as_arrays(arg) if i in settings.argnums else arg for i, arg in enumerate(args))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_fits.is_none)
-    arrays = [_checks.is_array(leaf) or _checks.is_key(leaf) for leaf in leaves]
+    arrays = [_is_mapped(leaf) for leaf in leaves]
     fixed = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
     specs = jax.tree.leaves(_in_specs(settings, where, args, kwargs, shards), is_leaf=_is_spec)
 
@@ -116,54 +120,6 @@ def _mesh_of(tree: Any) -> Any:
     )
 
 
-def _check_axes(mesh: Any, axes: tuple[str, ...]) -> None:
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"batch_axes is {axes!r}, but the mesh has the axes {tuple(mesh.axis_names)}; type "
-            "batch_axes= for those over which the batch is sharded."
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    manual = [axis for axis in axes if kinds[axis] == AxisType.Manual]
-    if manual:
-        raise ValueError(
-            f"the mesh axes {manual} are mapped already, this being inside a shard_map; type "
-            "axis_name= instead of mesh=."
-        )
-    tensor = [
-        axis
-        for axis, kind in kinds.items()
-        if axis not in axes and kind == AxisType.Explicit and mesh.shape[axis] > 1
-    ]
-    mixed = any(kinds[axis] != AxisType.Explicit for axis in axes)
-    if tensor and (mixed or jax.__version_info__ < (0, 12)):
-        why = (
-            "beside automatic batch axes their gradients would be replicated"
-            if mixed
-            else f"jax {jax.__version__} gathers them around every micro-step"
-        )
-        raise ValueError(
-            f"the mesh axes {tensor} are explicit and no batch axes, and {why}; make them "
-            "automatic: jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))."
-        )
-
-
-def _check_examples(
-    settings: Settings, args: tuple[Any, ...], replicas: int, axes: tuple[str, ...]
-) -> None:
-    axis = 1 if settings.batch_layout == "stacked" else 0
-    batch = tuple(args[i] for i in settings.batch_argnums)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = np.shape(leaf)
-        if len(shape) > axis and shape[axis] % replicas:
-            what = "micro-batches" if axis else "a batch"
-            raise ValueError(
-                f"{what} of {shape[axis]} (the batch{_fits.at(path)}) cannot be shared by "
-                f"{replicas} replicas over {axes!r}; use a multiple of {replicas}"
-                + (f", {replicas} x k for k micro-batches." if not axis else ".")
-            )
-
-
 # Specs.
 
 
@@ -182,10 +138,16 @@ def _shards(where: Across, mesh: Any, primals: Any) -> list[tuple[dict[Any, int]
                 "a PartitionSpec for each; type grad_specs=P('data') or a tree of them."
             ) from error
         specs = jax.tree.leaves(full, is_leaf=_is_spec)
-    return [
+    shards = [
         _shard(path, leaf, spec or Spec(), where, mesh)
         for (path, leaf), spec in zip(paths, specs, strict=True)
     ]
+    if where.gather == "micro_batch" and not any(plan for plan, _ in shards):
+        raise ValueError(
+            "gather='micro_batch' was given, but no parameter is in shards over "
+            f"{where.batch_axes!r}; type grad_specs=P('data'), or a tree of the parameters' specs."
+        )
+    return shards
 
 
 def _spec_of(leaf: Any) -> Spec:
@@ -198,6 +160,12 @@ def _shard(
     path: Any, leaf: Any, spec: Spec, where: Across, mesh: Any
 ) -> tuple[dict[Any, int], Spec]:
     plan, dims = {}, []
+    known = isinstance(spec, Spec) and set(jax.tree.leaves(tuple(spec))) <= {*mesh.axis_names}
+    if not known:
+        raise ValueError(
+            f"grad_specs{_fits.at(path[1:])} is {spec!r}, expected a PartitionSpec of the mesh's "
+            f"axes {tuple(mesh.axis_names)}; type PartitionSpec({where.batch_axes[0]!r})."
+        )
     for dimension, names in enumerate(spec):
         names = names if isinstance(names, tuple) else () if names is None else (names,)
         over = tuple(name for name in names if name in where.batch_axes)
@@ -251,9 +219,27 @@ def _aux_specs(settings: Settings, where: Across) -> Any:
 # The arguments.
 
 
+def _is_mapped(leaf: Any) -> bool:
+    """Whether a leaf goes through the mapping; Python's numbers stay what they are, for `if`."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return False
+    return _checks.is_array(leaf) or _checks.is_key(leaf)
+
+
+def _as_arrays(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.numpy.asarray(x) if _checks.is_array(x) else x, tree)
+
+
 def _placed(x: jax.Array, spec: Spec, mesh: Any, where: Across) -> jax.Array:
     """An argument as the mapped function takes it, where shardings are part of the types."""
-    if AxisType.Explicit not in mesh.axis_types or not jax.numpy.ndim(x):
+    if AxisType.Explicit not in mesh.axis_types:
+        if any(_spec_of(x)):
+            raise ValueError(
+                f"an argument is {jax.typeof(x)}, on a mesh of explicit axes, and mesh= has "
+                "automatic ones; type mesh=True, or mesh= the one that it lies on."
+            )
+        return x
+    if not jax.numpy.ndim(x):
         return x
     current = list(_spec_of(x)) + [None] * (jax.numpy.ndim(x) - len(_spec_of(x)))
     wanted = list(spec) + [None] * (jax.numpy.ndim(x) - len(spec))
@@ -270,7 +256,12 @@ def _moved(x: Any, spec: Spec, mesh: Any) -> Any:
     """An array from elsewhere, brought to the mesh's devices."""
     if isinstance(mesh, AbstractMesh):
         return x
-    devices = getattr(getattr(x, "sharding", None), "device_set", None)
-    if devices == set(mesh.devices.flat):
-        return x
+    there = getattr(x, "sharding", None)
+    if getattr(there, "device_set", None) == set(mesh.devices.flat):
+        of_types = getattr(getattr(there, "mesh", mesh), "axis_types", ())
+        if of_types == mesh.axis_types or AxisType.Explicit not in (*of_types, *mesh.axis_types):
+            return x
+    if _checks.is_key(x):  # jax puts numbers on the devices of other processes, but no keys
+        numbers = jax.device_put(jax.random.key_data(x), NamedSharding(mesh, spec))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
     return jax.device_put(x, NamedSharding(mesh, spec))

@@ -45,13 +45,14 @@ def micro_step(
       engine: `"carry"` adds the gradient to the window, `"refs"` lets the backward pass add into
         it, `"auto"` takes refs where it can: where the window has the parameters' dtype and nothing
         looks at a single micro-gradient.
-      rng_argnums: arguments of `loss_fn` that hold PRNG keys. Each is folded with the clocks
-        `update_step` and `micro_step`, so one key serves a whole run.
+      rng_argnums: arguments of `loss_fn` that hold PRNG keys. Each is folded with
+        `update_step`, `skipped` and `micro_step` of the state, so one key serves a whole run.
 
     Returns:
       `f(params, state, *batch, last=False, **extra) -> (value, params, state)`, where the value is
-      what `loss_fn` returned. `last=True` closes the window with this micro-batch; `extra` is what
-      inner's update takes. An inner that takes `value` and `grad` gets the window's.
+      what `loss_fn` returned; under `axis_name` this replica's own. `last=True` closes the window
+      with this micro-batch; `extra` is what inner's update takes. An inner that takes `value` and
+      `grad` gets the window's.
 
     Raises:
       TypeError, ValueError: for a `tx` that is not from :func:`accumulate`, an engine that cannot
@@ -77,9 +78,10 @@ def micro_step(
             "of a chain inside, accumulate(optax.chain(...), k), or use value_and_grad for a plain "
             "optimizer."
         )
+    _checks.function("loss_fn", loss_fn)
     _checks.choice("engine", engine, _engines.ENGINES)
     _checks.weight_function(weight, settings.loss_reduction)
-    keys = _checks.indices(rng_argnums)
+    keys = _checks.indices("rng_argnums", rng_argnums)
     if any(index < 1 for index in keys):
         raise ValueError(
             f"rng_argnums is {rng_argnums!r}, expected 1 or more: argument 0 of loss_fn holds the "
@@ -113,12 +115,18 @@ def micro_step(
         )
         shapes = jax.eval_shape(loss, like, *args)
         _program.check_loss(shapes[0])
-        together = call.known_weight is None and _axis.communicates(
-            loss, settings.axis_name, like, *args
-        )
+        together = False
+        if call.known_weight is None:
+            gradient = lambda p, args: _engines.micro_gradient(  # noqa: E731
+                lambda p: loss(p, *args), (p,), 1.0
+            )
+            if settings.loss_reduction == "mean" and shapes[0].dtype.itemsize < 4:
+                if _axis.mixes(gradient, settings.axis_name, like, args):
+                    _fits.check_wide(shapes[0])
+            together = _axis.communicates(gradient, settings.axis_name, like, args)
         refs = _with_refs(settings, engine, loss, call, state, args, shapes, together)
         take = _into_refs if refs else _carried
-        value, aux, params, state = take(settings, loss, call, state, args, together)
+        value, aux, params, state = take(settings, loss, call, state, args, shapes, together)
         return (value, aux) if has_aux else value, params, _rows.restored(settings.axis_name, state)
 
     return micro_step_fn
@@ -137,7 +145,9 @@ def _with_folded_keys(
         )
 
     def folded(key: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(key, state.update_step)
+        # A window that was dropped leaves update_step as it was, and is counted in skipped.
+        for clock in (state.update_step, state.skipped):
+            key = jax.random.fold_in(key, clock)
         return _axis.folded_key(jax.random.fold_in(key, state.micro_step), axis_name)
 
     return tuple(jax.tree.map(folded, arg) if i in keys else arg for i, arg in enumerate(batch, 1))
@@ -177,6 +187,8 @@ def _computed(settings: Settings, call: Call, together: bool) -> Any:
     if call.known_weight is not None:
         return call.known_weight != 0
     present = jnp.asarray(call.weight) != 0
+    if together and settings.axis_name is None:
+        return True  # the replicas' axes are unknown here
     return _axis.anywhere(present, settings.axis_name) if together else present
 
 
@@ -186,18 +198,25 @@ def _carried(
     call: Call,
     state: AccumulateState,
     args: tuple[Any, ...],
+    shapes: Any,
     together: bool,
 ) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient, then what `apply_gradients` does with it."""
+    # Where gradients cross replicas, each loss must weigh what it weighs before they do.
+    wide = shapes[0].dtype.itemsize >= 4
+    seeded = together and wide and settings.axis_name and settings.loss_reduction == "mean"
+    seed: Any = call.weight if seeded else 1.0
 
     def gradient() -> Any:
-        return _engines.micro_gradient(lambda p: loss(p, *args), (call.grads,), 1.0)
+        return _engines.micro_gradient(lambda p: loss(p, *args), (call.grads,), seed)
 
     def nothing() -> Any:
         return _zeros(result_shapes(gradient))
 
     value, aux, (grads,) = cond(_computed(settings, call, together), gradient, nothing)
-    call = call._replace(grads=grads, value=value.astype(jnp.float32))
+    call = call._replace(grads=grads, value=value.astype(jnp.float32) * seed)
+    if seeded:
+        call = call._replace(loss_reduction="sum_over_weight")
     return value, aux, *advance(settings, PARAMS, state, call)
 
 
@@ -207,6 +226,7 @@ def _into_refs(
     call: Call,
     state: AccumulateState,
     args: tuple[Any, ...],
+    shapes: Any,
     together: bool,
 ) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient added inside the backward pass, which the weight starts."""

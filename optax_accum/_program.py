@@ -1,10 +1,12 @@
 """The space driver before its loop: the user's loss, the weights, the engine."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum import _accumulator as acc
 from optax_accum import _axis, _checks, _engines, _fits, _shares, _split
@@ -38,7 +40,7 @@ class MicroBatch(NamedTuple):
 
     number: jax.Array  # dtype=jnp.int32
     batch: tuple[Any, ...]
-    weight: jax.Array  # dtype=jnp.float32
+    weight: jax.Array  # dtype of the loss, float32 or wider; so are the next two
     fraction: jax.Array  # of the whole weight
     seed: jax.Array  # what the backward pass starts from
     computed: jax.Array  # whether it is computed at all
@@ -111,7 +113,8 @@ def _number(loss: Any) -> Any:
     return jnp.asarray(loss) if isinstance(loss, (bool, int, float, complex)) else loss
 
 
-def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
+def shapes(loss: Any, primals: Any, batch: Any, state: Any, whole: list[str]) -> Any:
+    """What the loss of a micro-batch returns. `whole` names uncut arguments of the batch's size."""
     try:
         shapes = jax.eval_shape(lambda p, b: loss(p, any_micro_batch(b), state), primals, batch)
     except Exception as error:
@@ -120,9 +123,40 @@ def shapes(loss: Any, primals: Any, batch: Any, state: Any) -> Any:
                 "optax_accum: with value_and_grad(mesh=...) the batch axes are mapped by hand, and "
                 "the loss needs no out_sharding."
             )
+        if whole:
+            error.add_note(f"optax_accum: {_uncut(whole)}")
         raise
     check_loss(shapes[0])
     return shapes
+
+
+def uncut(
+    settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any], into: _split.Sizes
+) -> list[str]:
+    """Arguments that look like parts of the batch, and are given whole to every micro-step.
+
+    With micro-batches of one example they would be broadcast against it, silently.
+    """
+    roles = (*settings.argnums, *settings.batch_argnums, *settings.rng_argnums)
+    roles += () if settings.state_argnum is None else (settings.state_argnum,)
+    others = {f"argument {i}": arg for i, arg in enumerate(args) if i not in roles} | kwargs
+    examples = into.k * into.m + into.r
+    found = [
+        name
+        for name, arg in others.items()
+        if examples > 1 and any(np.shape(x)[:1] == (examples,) for x in jax.tree.leaves(arg))
+    ]
+    if found and max(into.m, into.r) == 1:
+        warnings.warn(_uncut(found), stacklevel=4)
+    return found
+
+
+def _uncut(names: list[str]) -> str:
+    return (
+        f"{' and '.join(names)} of loss_fn, as long as the batch, is not cut into micro-batches; "
+        "type batch_argnums= for all arguments that hold the batch, batch_argnums=(1, 2) say, and "
+        "pass them by position."
+    )
 
 
 def any_micro_batch(batch: Any) -> MicroBatch:
@@ -139,15 +173,21 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def together(settings: Settings, loss: Any, primals: Any, batch: Any, state: Any) -> bool:
+def together(
+    settings: Settings, loss: Any, primals: Any, batch: Any, state: Any, value: Any
+) -> bool:
     """Whether no replica may leave a micro-batch out by itself."""
-    if settings.weight is None or settings.axis_name is None:
+    if settings.weight is None:
         return False
 
-    def one(primals: Any, batch: Any) -> Any:
-        return loss(primals, any_micro_batch(batch), state)[0]
+    def one(primals: Any, batch: Any, state: Any) -> Any:
+        loss_of = lambda *p: loss(p, any_micro_batch(batch), state)  # noqa: E731
+        return _engines.micro_gradient(loss_of, primals, 1.0)
 
-    return _axis.communicates(one, settings.axis_name, primals, batch)
+    narrow = value.dtype.itemsize < 4 and settings.loss_reduction == "mean"
+    if narrow and _axis.mixes(one, settings.axis_name, primals, batch, state):
+        _fits.check_wide(value)
+    return _axis.communicates(one, settings.axis_name, primals, batch, state)
 
 
 def weighed(
@@ -155,12 +195,16 @@ def weighed(
 ) -> tuple[MicroBatch, MicroBatch | None, jax.Array]:
     """What goes with each of the k micro-batches; the last one; the whole weight."""
     wide = _fits.promoted(dtype, jnp.float32)
-    weights = _weights(settings, stacked, (into.k,), into.m)
-    tail = _weights(settings, rest, (), into.r) if into.r else jnp.zeros([], jnp.float32)
-    whole = _axis.total(_counted(settings, jnp.append(weights, tail)), settings.axis_name)
-    share = _shares.shares(settings.loss_reduction, whole, wide)
+    weights = _weights(settings, stacked, (into.k,), into.m, wide)
+    tail = _weights(settings, rest, (), into.r, wide) if into.r else jnp.zeros([], wide)
+    counted = _counted(settings, jnp.append(weights, tail))
+    whole = _axis.total(jnp.sum(counted), settings.axis_name)
+    alone = into.k + (rest is not None) == 1 and settings.axis_name is None
+    share = _shares.shares(settings.loss_reduction, whole, wide, alone)
 
     def computed(weights: jax.Array) -> jax.Array:
+        if together and settings.axis_name is None:
+            return jnp.ones_like(weights, bool)  # the replicas' axes are unknown here
         return _axis.anywhere(weights != 0, settings.axis_name if together else None)
 
     numbers = jnp.arange(into.k, dtype=jnp.int32)
@@ -172,20 +216,21 @@ def weighed(
 
 
 def _counted(settings: Settings, weights: jax.Array) -> jax.Array:
-    """The whole weight; what is no weight is one dropped micro-batch, where those are dropped."""
-    if settings.nonfinite == "skip_micro_step":
-        weights = jnp.where(acc.is_weight(weights), weights, 0)
-    return jnp.sum(weights)
+    """What is no weight is a micro-batch that is not finite: to be dropped, or NaN."""
+    otherwise = 0 if settings.nonfinite == "skip_micro_step" else jnp.nan
+    return jnp.where(acc.is_weight(weights), weights, otherwise)
 
 
-def _weights(settings: Settings, batch: Any, shape: tuple[int, ...], examples: int) -> jax.Array:
+def _weights(
+    settings: Settings, batch: Any, shape: tuple[int, ...], examples: int, dtype: Any
+) -> jax.Array:
     """Evaluated before the loop, so that each backward pass starts from its share."""
     weight = settings.weight
     if weight is None:
-        return jnp.full(shape, examples, jnp.float32)
+        return jnp.full(shape, examples, dtype)
 
     def weigh(micro_batch: tuple[Any, ...], weight: Callable[..., Any] = weight) -> jax.Array:
-        return _checks.real_scalar("weight(micro_batch)", weight(*micro_batch))
+        return _checks.real_scalar("what weight returned", weight(*micro_batch), dtype)
 
     axis = _split.axis_of(settings.batch_layout)
     weights = jax.vmap(weigh, in_axes=axis)(batch) if shape else weigh(batch)

@@ -53,7 +53,7 @@ def check_nested(axis_name: _axis.AxisName | None, inner_state: Any) -> None:
     if axis_name is None and any(state.has_rows for state in outermost_states(inner_state)):
         raise ValueError(
             "a nested accumulate has an axis_name and the outer one has none, so that the outer "
-            "window would differ between replicas unseen; type axis_name= on the outer one."
+            "window would differ between replicas unseen; type axis_name= on the outer one alone."
         )
 
 

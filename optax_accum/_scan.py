@@ -63,25 +63,29 @@ def evaluate(settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         primals = jax.eval_shape(lambda p: _axis.from_shards(p, (), settings.scattered)[0], primals)
     state = None if settings.state_argnum is None else args[settings.state_argnum]
     one = jax.eval_shape(lambda b: _split.take(b, 0, layout), stacked) if into.k else rest
-    shapes = _program.shapes(loss, primals, one, state)
-    together = _program.together(settings, loss, primals, one, state)
+    whole_args = _program.uncut(settings, args, kwargs, into)
+    shapes = _program.shapes(loss, primals, one, state, whole_args)
+    together = _program.together(settings, loss, primals, one, state, shapes[0])
     plan, last, whole = _program.weighed(settings, stacked, rest, into, shapes[0].dtype, together)
     at = lambda row: row._replace(batch=_split.take(stacked, row.number, layout))  # noqa: E731
     count = into.k + (rest is not None)
     program = Program(settings, loss, primals, state, shapes, [], "alone", together, given)
     program = program._replace(how=_aux.reducers(settings.aux, shapes[1][1]))
+    _aux.check_rows(program.how, shapes[1][1], into.m if into.k else into.r, layout)
     if count > 1:
         program = program._replace(engine=_program.engine_of(program, one, args))
     carry, rows, tail = _opened(program), None, None
-    step = functools.partial(_micro_step, program)
+    take = functools.partial(_micro_step, program)
     if count == 1 and into.k:
-        carry, row = step(carry, at(jax.tree.map(lambda x: x[0], plan)))
+        carry, row = take(carry, at(jax.tree.map(lambda x: x[0], plan)))
         rows = jax.tree.map(lambda x: x[None], row)
     elif into.k:
         with jax.named_scope("optax_accum.micro_steps"):
-            carry, rows = lax.scan(lambda carry, row: step(carry, at(row)), carry, plan)
+            carry, rows = lax.scan(lambda carry, row: take(carry, at(row)), carry, plan)
     if last is not None:
-        smaller = program._replace(shapes=_program.shapes(loss, primals, rest, state))
+        smaller = program._replace(shapes=_program.shapes(loss, primals, rest, state, whole_args))
+        if count > 1:
+            _aux.check_remainder(program.how, shapes[1][1], smaller.shapes[1][1])
         with jax.named_scope("optax_accum.remainder"):
             carry, tail = _micro_step(smaller, carry, last)
     return _finished(program, carry, rows, tail, whole)
@@ -93,7 +97,8 @@ def _opened(program: Program) -> Carry:
     else:
         window = acc.open_window(program.primals, program.settings.accumulator_dtype)
     wide = _fits.promoted(program.shapes[0].dtype, jnp.float32)
-    window = window._replace(value_sum=jnp.zeros([], wide))
+    zeros = {name: jnp.zeros([], wide) for name in ("value_sum", "weight_sum", "value_weight")}
+    window = window._replace(**zeros)
     totals = _aux.initial(program.how, program.shapes[1][1])
     opened = window, totals, jnp.zeros([], jnp.int32)
     window, totals, skipped = _axis.own(opened, program.settings.axis_name)
@@ -133,7 +138,8 @@ def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Car
     else:
         value, (state, aux), grads = _engines.micro_gradient(loss, primals, seed)
     known = 1.0 if settings.weight is None else None
-    part = acc.judge(grads, micro_batch.weight, known, "sum", settings.nonfinite)
+    shards = _axis.beside(settings.axis_name)
+    part = acc.judge(grads, micro_batch.weight, known, "sum", settings.nonfinite, shards)
     part = part._replace(scale=micro_batch.seed if narrow else None)
     value = value.astype(seed.dtype) * (1 if narrow else seed)
     window = acc.add_scalars(carry.window, part, value)
@@ -167,7 +173,9 @@ def _left_out(program: Program, carry: Carry) -> tuple[Carry, Rows]:
     if program.engine == "alone":
         zeros = jax.tree.map(jnp.zeros_like, program.primals)
         carry = carry._replace(window=carry.window._replace(grad_sum=zeros))
-    return carry, Rows(aux, carry.state if merged else None, jnp.zeros([], jnp.float32))
+    return carry, Rows(
+        aux, carry.state if merged else None, jnp.zeros_like(carry.window.weight_sum)
+    )
 
 
 def _kept(keep: Any, new: Any, old: Any) -> Any:
@@ -200,7 +208,8 @@ def _finished(
         stacked = _appended(rows and rows.state, tail and tail.state)
         weights = _appended(rows and rows.weight, tail and tail.weight)
         stacked, weights = _axis.gathered((stacked, weights), settings.axis_name)
-        state = settings.merge_state(program.state, stacked, weights)
+        state = settings.merge_state(program.state, stacked, weights.astype(jnp.float32))
+        state = with_dtypes_of(state, program.state, "what merge_state returned")
 
     def join(head: Any, last: Any, reducer: str) -> Any:
         if reducer == "stack":
@@ -216,7 +225,8 @@ def _finished(
         join,
         _shares.correction(window.weight_sum, whole, "mean", settings.nonfinite),
     )
-    return Outcome(loss, state, aux, grads, Stats(window.weight_sum, carry.skipped))
+    stats = Stats(window.weight_sum.astype(jnp.float32), carry.skipped)
+    return Outcome(loss, state, aux, grads, stats)
 
 
 def _reduced(program: Program, carry: Carry) -> Carry:
@@ -225,13 +235,16 @@ def _reduced(program: Program, carry: Carry) -> Carry:
     if axis_name is None:
         return carry
     window, scattered = carry.window, settings.scattered
-    sums, *scalars = window.grad_sum, window.value_sum, window.weight_sum, carry.skipped
+    scalars = window.value_sum, window.weight_sum, carry.skipped
+    wide = lambda x: x.astype(_fits.promoted(x.dtype, jnp.float32))  # noqa: E731 (one line)
+    sums = jax.tree.map(wide, window.grad_sum)
     added = _aux.added(program.how, carry.totals)
     with jax.named_scope("optax_accum.reduction"):
         sums, (value, weight, skipped, added) = _axis.reduced(
             sums, program.shards, scattered, (*scalars, added), axis_name
         )
-    totals = _aux.agreed(program.how, carry.totals, added, axis_name)
+    kept_any = carry.window.weight_sum != 0
+    totals = _aux.agreed(program.how, carry.totals, added, kept_any, axis_name)
     window = window._replace(grad_sum=sums, value_sum=value, weight_sum=weight)
     return carry._replace(window=window, totals=totals, skipped=skipped)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from optax_accum import _accumulator as acc
@@ -98,7 +98,7 @@ def state_shardings(
       >>> tx = oa.accumulate(optax.adam(0.1), k=4)
       >>> shardings = oa.state_shardings(tx, {"w": w})
       >>> shardings.grad_sum["w"].spec, shardings.inner_state[0].mu["w"].spec
-      (P('data',), P('data',))
+      (P('data', None), P('data', None))
       >>> shardings.inner_state[0].count.spec
       P()
     """
@@ -121,9 +121,18 @@ def state_shardings(
                 "parameters on a mesh; type state_shardings(tx, params, axis_name=...)."
             )
         names = _axis.names(_checks.axis_name(axis_name))
+        if not set(names).isdisjoint(jax.tree.leaves(tuple(sharding.spec))):
+            raise ValueError(
+                f"a parameter is in shards over {names}, {sharding.spec}, along which accumulate "
+                "has a row of it on every replica; replicate it over them, or take value_and_grad("
+                "mesh=...) and an accumulate without axis_name."
+            )
         return NamedSharding(sharding.mesh, Spec(names, *sharding.spec))
 
-    return _like_params(_shapes(tx, params), params, shardings, replicated, row)
+    shapes = _shapes(tx, params)
+    return jax.tree.map(
+        _as_result, _like_params(shapes, params, shardings, replicated, row), shapes
+    )
 
 
 def refold(state: optax.OptState, replicas: int | None) -> optax.OptState:
@@ -177,6 +186,21 @@ def refold(state: optax.OptState, replicas: int | None) -> optax.OptState:
     return jax.tree.map(one, state, is_leaf=_is_ours)
 
 
+def _as_result(sharding: Any, leaf: Any) -> Any:
+    """The same sharding, spelled as jit spells that of its results: it tells P() from P(None).
+
+    Otherwise the second call of a jitted update would be compiled anew.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    entries = list(sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        entries += [None] * (np.ndim(leaf) - len(entries))
+    return NamedSharding(sharding.mesh, Spec(*entries))
+
+
 def _is_ours(node: Any) -> bool:
     return isinstance(node, AccumulateState)
 
@@ -208,7 +232,8 @@ def _like_params(
     for tree in (params, differentiated(params)):
         paths = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), place in zip(paths, places, strict=False):
-            known.setdefault(path, (jnp.shape(leaf), place))
+            if _checks.is_array(leaf):
+                known.setdefault(path, (jnp.shape(leaf), place))
 
     def place(path: Any, shape: Any) -> Any:
         for start in range(len(path) + 1):

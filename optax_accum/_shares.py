@@ -15,12 +15,16 @@ from optax_accum import _accumulator as acc
 from optax_accum import _fits
 
 
-def shares(loss_reduction: str, whole: jax.Array, dtype: Any) -> Callable[[Any], tuple[Any, Any]]:
+def shares(
+    loss_reduction: str, whole: jax.Array, dtype: Any, alone: bool
+) -> Callable[[Any], tuple[Any, Any]]:
     """weights -> (their fractions of the whole weight, the seeds of their backward passes)."""
     per_weight = acc.reciprocal(whole, dtype)
 
     def of(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         fractions = weights.astype(dtype) * per_weight
+        if alone:  # w * (1 / w) may be an ulp off; NaN stays
+            fractions = jnp.where(weights == whole, (weights != 0).astype(dtype), fractions)
         if loss_reduction == "mean":
             return fractions, fractions
         one = per_weight if loss_reduction == "sum_over_weight" else jnp.ones([], dtype)

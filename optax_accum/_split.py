@@ -1,5 +1,6 @@
 """A batch into micro-batches, and per-example results back into the batch's order."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,8 @@ def sizes(
                 f"the stacked batch has leading axes {shape}, expected (k, micro-batch size) = "
                 f"({k if k else shape[0]}, {micro_batch_size or shape[1]}); type k={shape[0]}."
             )
+        if 0 in shape:
+            raise ValueError(f"the stacked batch has leading axes {shape}, so no examples.")
         return Sizes(shape[0], shape[1], 0)
     (examples,) = shape
     m = micro_batch_size if k is None else -(-examples // k)
@@ -78,6 +81,8 @@ def join(stacked: Any, rest: Any, layout: str) -> Any:
         x = jnp.swapaxes(x, 0, 1) if layout == "strided" else x
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
+    if stacked is None:
+        return rest
     joined = jax.tree.map(flat, stacked)
     if rest is None:
         return joined
@@ -89,6 +94,7 @@ def _strided(x: Any, k: int, m: int) -> jax.Array:
     if sharding is None:
         return jnp.reshape(x, shape)
     first, *others = sharding.spec
+    _check_shards(m, sharding, first)
     spec = Spec(first, None, *others)
     return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
@@ -98,9 +104,20 @@ def _contiguous(x: Any, k: int, m: int) -> jax.Array:
     if sharding is None:
         return jnp.reshape(x, shape)
     first, *others = sharding.spec
+    _check_shards(m, sharding, first)
     whole = jax.sharding.reshard(x, NamedSharding(sharding.mesh, Spec(None, *others)))
     spec = Spec(None, first, *others)
     return jax.sharding.reshard(jnp.reshape(whole, shape), NamedSharding(sharding.mesh, spec))
+
+
+def _check_shards(m: int, sharding: NamedSharding, names: Any) -> None:
+    names = names if isinstance(names, tuple) else (names,)
+    shards = math.prod(sharding.mesh.shape[name] for name in names)
+    if m % shards:
+        raise ValueError(
+            f"micro-batches of {m} examples do not split into the {shards} shards of the batch "
+            f"over {names}; use a micro-batch size that is a multiple of {shards}."
+        )
 
 
 def _explicit(x: Any) -> NamedSharding | None:

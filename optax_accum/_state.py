@@ -95,6 +95,11 @@ def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
     def cast(path: Any, old: Any, new: Any) -> Any:
         if not _checks.is_array(old):
             return new
+        if not _checks.is_array(new):
+            raise TypeError(
+                f"{what}{_fits.at(path)} is {_checks.described(new)} after the update, expected "
+                f"{_checks.described(old)} as before."
+            )
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
                 f"{what}{_fits.at(path)} went from shape {jnp.shape(old)} to {jnp.shape(new)} "
@@ -119,7 +124,7 @@ def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
         if jax.tree.structure(new) == jax.tree.structure(old):
             raise
         raise ValueError(
-            f"inner's update returned a state of structure {jax.tree.structure(new)}, expected "
-            f"what its init returned, {jax.tree.structure(old)}; initialise the state with the "
-            "tree that is differentiated."
+            f"{what} has the structure {jax.tree.structure(new)} after the update, expected that "
+            f"of before, {jax.tree.structure(old)}; return the tree that was given, or make the "
+            "first one from the tree that is differentiated."
         ) from error

@@ -82,6 +82,8 @@ def accumulate(
         replicas, weights and gradients each one's own. The state's sums have a row a replica: pass
         it by :func:`state_specs`. With `check_vma=True` differentiate with respect to
         `jax.lax.pcast(params, axis_name, to="varying")`, or autodiff reduces each micro-gradient.
+        A loss that communicates itself and has unequal weights needs :func:`micro_step`, which
+        weighs it before its gradients cross replicas.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is an :class:`AccumulateState`.
@@ -146,6 +148,10 @@ def apply_gradients(
 
     Returns:
       `(params, state)`.
+
+    Raises:
+      ValueError, TypeError: as `update` of :func:`accumulate`; and for `weight` or `last` with a
+        transformation that takes no extra arguments.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax
@@ -246,6 +252,9 @@ def has_updated(state: optax.OptState) -> jax.Array:
       state: an :class:`AccumulateState`, or any tree that holds one: the state of a chain, a
         `TrainState`, an `nnx.Optimizer`'s `opt_state`. Of nested ones the outermost speaks.
 
+    Returns:
+      A bool array.
+
     Raises:
       ValueError: if there is none, or several side by side (`optax.multi_transform`).
 
@@ -274,6 +283,9 @@ def mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
 
     Returns:
       An iterator of `(batch, last)`.
+
+    Raises:
+      TypeError: if `loader` cannot be iterated over; and whatever the loader raises.
 
     Example:
       >>> import optax_accum as oa

@@ -1,8 +1,10 @@
 """Before training: what a window costs in traffic and memory, by scheme."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -29,21 +31,25 @@ def traffic(
     """Bytes a device sends in a window, and holds of it, for each way to share the gradients.
 
     With N replicas in a ring, a reduce-scatter or an all-gather of X bytes sends f X a device, an
-    all-reduce 2 f X, where f = (N - 1) / N (Patarasuk and Yuan, 2009). G are the gradient's bytes
-    in the window's dtype, W the parameters'::
+    all-reduce 2 f X, where f = (N - 1) / N (Patarasuk and Yuan, 2009). W are the parameters' bytes,
+    and a micro-gradient's; G are a window's, which is reduced in float32 or wider::
 
-        a reduction a micro-batch       2 k f G             what plain jit does
+        a reduction a micro-batch       2 k f W             what plain jit does
         one a window                    2 f G               axis_name=, mesh=
         one a window, to shards         f G + f W           grad_specs=; ZeRO-1
-        to shards, a micro-batch        k f G + f W         ZeRO-2
-        FSDP in plain jit               2 k f W + k f G     ZeRO-3
+        to shards, a micro-batch        k f W + f W         ZeRO-2
+        FSDP in plain jit               2 k f W + k f W     ZeRO-3
+        FSDP, gathered a micro-batch    k f W + f G         the next, gather="micro_batch"
         FSDP, gathered once             f W + f G           mesh= and grad_specs=
+
+    What the compiler reduces to shards is counted as a reduce-scatter, which it becomes on GPU and
+    TPU; XLA on CPU leaves the all-reduce, twice as much.
 
     Args:
       params: the parameters, arrays or `jax.ShapeDtypeStruct`s.
       k: micro-steps in a window, each replica's.
       replicas: devices that share the batch.
-      accumulator_dtype: as in `accumulate`.
+      accumulator_dtype: as in `accumulate`: of the window that a device holds.
 
     Returns:
       One :class:`Traffic` a scheme. Several of them fit a device: take the one with the least
@@ -63,68 +69,82 @@ def traffic(
       one a window, to shards (ZeRO-1)            6.0 MB  4.0 MB
       to shards, a micro-batch (ZeRO-2)          27.0 MB  1.0 MB
       FSDP, a micro-batch (ZeRO-3)               72.0 MB  1.0 MB
-      FSDP, gathered and reduced once             6.0 MB  4.0 MB
+      FSDP, gathered a micro-batch               27.0 MB  4.0 MB
+      FSDP, gathered once                         6.0 MB  4.0 MB
     """
     k = _checks.integer_k(k)
     if not isinstance(replicas, (int, np.integer)) or replicas < 1:
         raise ValueError(f"replicas is {replicas!r}, expected an integer of 1 or more.")
     dtype = _checks.accumulator_dtype(accumulator_dtype)
-    arrays = [leaf for leaf in jax.tree.leaves(params) if _checks.is_array(leaf)]
-    shapes = [jax.typeof(leaf) if not hasattr(leaf, "dtype") else leaf for leaf in arrays]
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
-    window = sum(leaf.size * _fits.window_dtype(leaf.dtype, dtype).itemsize for leaf in shapes)
-    return _schemes(k, int(replicas), weights, window)
-
-
-def _schemes(k: int, n: int, weights: int, window: int) -> list[Traffic]:
-    def sent(size: int) -> int:
-        return size * (n - 1) // n
-
-    def share(size: int) -> int:
-        return -(-size // n)
-
-    gathered, reduced = sent(weights), sent(window)
-    return [
-        Traffic(
-            "a reduction a micro-batch",
-            "value_and_grad or accumulate in plain jit, parameters replicated",
-            2 * k * reduced,
-            window,
-            weights,
-        ),
-        Traffic(
-            "one reduction a window",
-            "axis_name= in shard_map, or value_and_grad(mesh=...)",
-            2 * reduced,
-            window,
-            weights,
-        ),
-        Traffic(
-            "one a window, to shards (ZeRO-1)",
-            "value_and_grad(mesh=..., grad_specs=...), optimizer state in those shards",
-            reduced + gathered,
-            window,
-            weights,
-        ),
-        Traffic(
-            "to shards, a micro-batch (ZeRO-2)",
-            "plain jit, state placed by state_shardings of sharded parameters",
-            k * reduced + gathered,
-            share(window),
-            weights,
-        ),
-        Traffic(
-            "FSDP, a micro-batch (ZeRO-3)",
-            "plain jit, parameters and state in shards",
-            k * (2 * gathered + reduced),
-            share(window),
-            share(weights),
-        ),
-        Traffic(
-            "FSDP, gathered and reduced once",
-            "value_and_grad(mesh=..., grad_specs=...), parameters in shards",
-            gathered + reduced,
-            window,
-            weights,
-        ),
+    shapes = [
+        jax.eval_shape(jnp.asarray, x) for x in jax.tree.leaves(params) if _checks.is_array(x)
     ]
+    held = [_fits.window_dtype(x.dtype, dtype) for x in shapes]
+    weights = sum(x.size * x.dtype.itemsize for x in shapes)
+    window = sum(x.size * d.itemsize for x, d in zip(shapes, held, strict=True))
+    wide = [_fits.promoted(d, jnp.float32) for d in held]
+    reduced = sum(x.size * d.itemsize for x, d in zip(shapes, wide, strict=True))
+    n = int(replicas)
+    return [
+        Traffic(name, how, total(k, weights, reduced) * (n - 1) // n, *holds(n, window, weights))
+        for name, how, total, holds in _SCHEMES
+    ]
+
+
+def _whole(n: int, window: int, weights: int) -> tuple[int, int]:
+    return window, weights
+
+
+def _window_in_shards(n: int, window: int, weights: int) -> tuple[int, int]:
+    return -(-window // n), weights
+
+
+def _in_shards(n: int, window: int, weights: int) -> tuple[int, int]:
+    return -(-window // n), -(-weights // n)
+
+
+# Name, what to type, bytes in units of (N - 1) / N from (k, W, G), what a device holds.
+_SCHEMES: tuple[tuple[str, str, Callable[..., int], Callable[..., tuple[int, int]]], ...] = (
+    (
+        "a reduction a micro-batch",
+        "value_and_grad or accumulate in plain jit, parameters replicated",
+        lambda k, w, g: 2 * k * w,
+        _whole,
+    ),
+    (
+        "one reduction a window",
+        "axis_name= in shard_map, or value_and_grad(mesh=...)",
+        lambda k, w, g: 2 * g,
+        _whole,
+    ),
+    (
+        "one a window, to shards (ZeRO-1)",
+        "value_and_grad(mesh=..., grad_specs=...), optimizer state in those shards",
+        lambda k, w, g: g + w,
+        _whole,
+    ),
+    (
+        "to shards, a micro-batch (ZeRO-2)",
+        "plain jit, the state in shards and the parameters whole",
+        lambda k, w, g: k * w + w,
+        _window_in_shards,
+    ),
+    (
+        "FSDP, a micro-batch (ZeRO-3)",
+        "plain jit, parameters and state in shards",
+        lambda k, w, g: 3 * k * w,
+        _in_shards,
+    ),
+    (
+        "FSDP, gathered a micro-batch",
+        "value_and_grad(mesh=..., grad_specs=..., gather='micro_batch'), parameters in shards",
+        lambda k, w, g: k * w + g,
+        _whole,
+    ),
+    (
+        "FSDP, gathered once",
+        "value_and_grad(mesh=..., grad_specs=...), parameters in shards",
+        lambda k, w, g: w + g,
+        _whole,
+    ),
+)

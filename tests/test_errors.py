@@ -201,7 +201,7 @@ def test_inner_whose_state_changes_structure():
     )
     tx = oa.accumulate(inner, 2)
     text = message(ValueError, lambda: tx.update(PARAMS, tx.init(PARAMS), last=True))
-    assert "expected what its init returned" in text
+    assert "expected that of before" in text
 
 
 @pytest.mark.parametrize("state", [(), {"a": jnp.ones(2)}, optax.sgd(1.0).init(PARAMS)])

@@ -668,9 +668,11 @@ def test_float32_to_a_few_ulp(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["strided", "contiguous"])
-@pytest.mark.parametrize("k, remainder", [(1, "error"), (2, "error"), (8, "error"), (3, "exact")])
-@pytest.mark.parametrize("engine", ["carry", "refs", "auto"])
+@pytest.mark.parametrize(
+    "k, remainder, layout",
+    [(2, "error", "contiguous"), (8, "error", "strided"), (3, "exact", "strided")],
+)
+@pytest.mark.parametrize("engine", ["carry", "refs"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_every_way(x64, name, engine, k, remainder, layout):
     if name in REFS_CANNOT and engine == "refs":
@@ -681,12 +683,10 @@ def test_every_model_every_way(x64, name, engine, k, remainder, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["carry", "auto"])
-@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_in_float32(name, k, engine):
+def test_every_model_in_float32(name):
     case = case_of(name)
-    assert_close(run(driven(case, k, engine), case.args), truth(name), ulps=8)
+    assert_close(run(driven(case, 4, "carry"), case.args), truth(name), ulps=8)
 
 
 # Narrow parameters.

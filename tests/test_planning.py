@@ -17,15 +17,17 @@ def loss(params, x):
     return jnp.mean(jnp.tanh(x @ params["a"]) ** 2)
 
 
-def sent(method):
-    """Bytes a device sends by a ring, from the compiled program; scalars left out."""
+def sent(method, spec=P()):  # noqa: B008 (immutable)
+    """Bytes a device sends by a ring, from the bytes in the compiled program; scalars left out."""
     mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
-    params = {"a": jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))}
+    place = NamedSharding(mesh, spec)
+    params = {"a": jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=place)}
     x = jax.ShapeDtypeStruct((K * N, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     compiled = jax.jit(method(mesh)).lower(params, x).compile()
     times = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
     found = [c for c in oa.verify.collectives(compiled) if c.bytes > 64]
-    return sum(times[c.kind] * c.bytes * c.runs for c in found) * (N - 1) / N
+    assert all(c.runs for c in found)
+    return sum(times[c.kind] * c.bytes * (c.runs or 0) for c in found) * (N - 1) / N
 
 
 @pytest.mark.parametrize(
@@ -50,14 +52,40 @@ def test_traffic_to_shards_is_half():
     assert rows["one a window, to shards (ZeRO-1)"].traffic == 2 * got  # and the weights back
 
 
+@pytest.mark.parametrize("gather, scheme", [("window", "once"), ("micro_batch", "a micro-batch")])
+def test_traffic_of_parameters_in_shards(gather, scheme):
+    specs = {"a": P("data")}
+    got = sent(
+        lambda mesh: oa.value_and_grad(loss, K, mesh=mesh, grad_specs=specs, gather=gather),
+        P("data"),
+    )
+    rows = {row.scheme: row for row in oa.planning.traffic(PARAMS, K, N)}
+    assert got == rows[f"FSDP, gathered {scheme}"].traffic
+
+
+def test_a_narrow_window_is_reduced_in_float32():
+    method = lambda mesh: oa.value_and_grad(  # noqa: E731
+        loss, K, mesh=mesh, accumulator_dtype=jnp.bfloat16
+    )
+    once = oa.planning.traffic(PARAMS, K, N, accumulator_dtype=jnp.bfloat16)[1]
+    assert abs(sent(method) - once.traffic) <= 32
+    assert once.window == SIZE / 2
+
+
 def test_traffic_by_hand():
     """1e6 bfloat16 weights, 2 replicas: f = 1/2, W = 2 MB, G = 4 MB of float32."""
     params = jax.ShapeDtypeStruct((1_000_000,), jnp.bfloat16)
     rows = oa.planning.traffic(params, 8, 2)
     megabytes = [(row.traffic / 1e6, row.window / 1e6, row.weights / 1e6) for row in rows]
-    assert megabytes == [(32, 4, 2), (4, 4, 2), (3, 4, 2), (17, 2, 2), (32, 2, 1), (3, 4, 2)]
-    narrow = oa.planning.traffic(params, 8, 2, accumulator_dtype=jnp.bfloat16)
-    assert narrow[1].traffic == narrow[1].window == 2_000_000
+    assert megabytes == [
+        (16, 4, 2),
+        (4, 4, 2),
+        (3, 4, 2),
+        (9, 2, 2),
+        (24, 2, 1),
+        (10, 4, 2),
+        (3, 4, 2),
+    ]
     assert {row.traffic for row in oa.planning.traffic(params, 8, 1)} == {0}
 
 

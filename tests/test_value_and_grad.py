@@ -183,11 +183,17 @@ def test_state_is_threaded_or_merged():
     for mean in (0.5, 2.5, 4.5, 6.5):
         right = 0.5 * right + mean
     assert float(state) == right
-    merge = lambda initial, stacked, weights: (initial, stacked, weights)  # noqa: E731
-    (_, (initial, stacked, weights)), _ = oa.value_and_grad(
-        loss, 3, merge_state=merge, remainder="exact", **keywords
-    )(jnp.zeros([]), jnp.ones([]), x)
-    assert float(initial) == 1
+    seen = []
+
+    def merge(initial, stacked, weights):
+        seen.extend((initial, stacked, weights))
+        return initial + stacked.sum()
+
+    (_, state), _ = oa.value_and_grad(loss, 3, merge_state=merge, remainder="exact", **keywords)(
+        jnp.zeros([]), jnp.ones([]), x
+    )
+    initial, stacked, weights = seen
+    assert float(initial) == 1 and float(state) == 14
     np.testing.assert_allclose(stacked, [1.5, 4.5, 7.0])
     np.testing.assert_allclose(weights, [3, 3, 2])
 
@@ -345,3 +351,101 @@ def test_a_traced_weight_that_is_none_drops_its_own_micro_batch_alone(bad):
     kept = np.array([0.0, 4, 2, 6, 3, 7])
     np.testing.assert_allclose((value, grad), (np.mean(kept**2), -2 * kept.mean()), rtol=1e-6)
     assert (float(stats.weight), int(stats.skipped)) == (6.0, 1)
+
+
+def test_an_argument_as_long_as_the_batch_is_asked_after():
+    """One example a micro-batch broadcasts against it silently; else jax's error gets a note."""
+    loss = lambda w, x, y: jnp.mean((w * x - y) ** 2)  # noqa: E731
+    x, y = jnp.arange(8.0), jnp.arange(8.0) + 1
+    with pytest.warns(UserWarning, match=r"argument 2 of loss_fn.*batch_argnums=\(1, 2\)"):
+        oa.value_and_grad(loss, 8)(jnp.ones([]), x, y)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        oa.value_and_grad(loss, 4)(jnp.ones([]), x, y)
+    assert any("batch_argnums=(1, 2)" in note for note in caught.value.__notes__)
+    value, _ = oa.value_and_grad(loss, 8, batch_argnums=(1, 2))(jnp.ones([]), x, y)
+    assert float(value) == 1.0
+
+
+@pytest.mark.parametrize("layout", ["strided", "contiguous"])
+def test_concat_gives_the_batchs_order_or_an_error(layout):
+    loss = lambda w, x: (jnp.mean((x * w) ** 2), x.reshape(-1))  # noqa: E731
+    x = jnp.arange(24.0).reshape(8, 3)
+    grad_fn = oa.value_and_grad(loss, 4, has_aux=True, aux="concat", batch_layout=layout)
+    if layout == "strided":
+        with pytest.raises(ValueError, match=r"shape \(6,\), expected a row for each of the 2"):
+            grad_fn(jnp.ones([]), x)
+    else:
+        np.testing.assert_array_equal(grad_fn(jnp.ones([]), x)[0][1], x.reshape(-1))
+    alone = oa.value_and_grad(
+        lambda w, x: (jnp.mean((x * w) ** 2), x),
+        micro_batch_size=16,
+        remainder="exact",
+        has_aux=True,
+        aux="concat",
+        batch_layout=layout,
+    )
+    np.testing.assert_array_equal(alone(jnp.ones([]), x)[0][1], x)
+
+
+def test_a_smaller_micro_batch_is_not_broadcast_into_the_others_outputs():
+    loss = lambda w, x: (jnp.mean(x * w), x)  # noqa: E731
+    for aux in ("sum", "mean", "max", "min", "last", "stack"):
+        grad_fn = oa.value_and_grad(
+            loss, micro_batch_size=2, remainder="exact", has_aux=True, aux=aux
+        )
+        with pytest.raises(ValueError, match=r"shape \(2,\) in a micro-batch and \(1,\)"):
+            grad_fn(jnp.ones([]), jnp.arange(5.0))
+
+
+def test_fractional_weights_in_float64(x64):
+    rng = np.random.default_rng(0)
+    batch = {"x": jnp.asarray(rng.normal(size=(8, 3))), "m": jnp.asarray(rng.uniform(size=8))}
+    w = jnp.asarray(rng.normal(size=3))
+
+    def loss(w, b):
+        return (b["m"] * jnp.tanh(b["x"] @ w)).sum() / b["m"].sum()
+
+    want = jax.value_and_grad(loss)(w, batch)
+    for k in (1, 4):
+        for engine in ("carry", "refs"):
+            got = oa.value_and_grad(loss, k, weight=lambda b: b["m"].sum(), engine=engine)(w, batch)
+            assert_close(got, want, 1e-13)
+
+
+@pytest.mark.parametrize("dtype, right", [(jnp.bfloat16, 512), (jnp.int8, 512), (bool, 512)])
+def test_sums_of_narrow_outputs_neither_stagnate_nor_wrap(dtype, right):
+    loss = lambda w, x: (jnp.mean(w * x), jnp.ones([], dtype))  # noqa: E731
+    (_, total), _ = oa.value_and_grad(loss, 512, has_aux=True, aux="sum")(
+        jnp.ones([]), jnp.ones(512)
+    )
+    assert int(total) == right
+
+
+def test_a_merged_state_keeps_its_shape():
+    loss = lambda w, s, x: (jnp.mean(w * x), s + x.sum())  # noqa: E731
+    keywords = {"batch_argnums": 2, "state_argnum": 1}
+    for merge, shown in ((lambda i, s, w: s, "shape"), (lambda i, s, w: None, "structure")):
+        with pytest.raises((ValueError, TypeError), match=f"what merge_state returned.*{shown}"):
+            oa.value_and_grad(loss, 4, merge_state=merge, **keywords)(
+                jnp.ones([]), jnp.zeros([]), jnp.arange(8.0)
+            )
+
+
+@pytest.mark.parametrize(
+    "keywords, shown",
+    [
+        ({"k": 2, "argnums": 1.0}, "argnums is 1.0, expected the number of an argument"),
+        ({"k": 2, "argnums": (0, 0)}, "argnums holds argument 0 twice"),
+        ({"k": 0}, "k is 0 (int), expected an integer of 1 or more"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0 (int)"),
+        ({"k": 2, "weight": lambda x: x}, "what weight returned is float32[5]"),
+        ({"k": 2, "merge_state": 3}, "merge_state is int"),
+    ],
+)
+def test_more_errors(keywords, shown):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        oa.value_and_grad(square, **keywords)(FINE["w"], FINE["x"])
+    assert shown in str(caught.value)
+    with pytest.raises(TypeError, match="loss_fn is float32"):
+        oa.value_and_grad(FINE["w"], 2)
+    assert oa.value_and_grad(square, 2, argnums=np.int64(0))(FINE["w"], FINE["x"])[1].shape == ()
