@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from optax_accum import _checks, _coupling, _oracle
 from optax_accum._loop import value_and_grad
-from optax_accum._oracle import Case, Leaves, Tolerance, Trial
+from optax_accum._oracle import Case, Difference, Leaves, Tolerance, Trial
 
 PARAMETERS = inspect.signature(value_and_grad).parameters
 OPTIONS = {name: given.default for name, given in PARAMETERS.items() if name != "loss_fn"}
@@ -19,7 +21,12 @@ OPTIONS = {name: given.default for name, given in PARAMETERS.items() if name != 
 
 def trials(case: Case, tolerance: Tolerance) -> Iterator[Trial]:
     """What has to agree: where there are keys, first with one random number for all examples."""
-    trial = _trial(case, tolerance)
+    try:
+        trial = _trial(case, tolerance)
+    except Exception as error:
+        if (better := refused(case, error)) is error:
+            raise
+        raise better from error
     state = case.options["state_argnum"]
     places = _keys(
         case, [*_oracle.indices(case, "rng_argnums"), *([] if state is None else [state])]
@@ -39,28 +46,11 @@ def with_rows(trial: Trial) -> Trial:
     return trial._replace(rows=trial.rows or _oracle.rows_of(trial.case, trial.run))
 
 
-def failure(trial: Trial) -> str:
-    """The leaf that is off, how far, and why."""
-    off, found, right = _oracle.worst(trial), trial.found, trial.right
-    if names := _oracle.not_finite(right):
-        return (
-            f"{names[0]} of the whole batch is not finite, with no accumulation at all; find out "
-            'where: jax.config.update("jax_debug_nans", True).'
-        )
-    relative = off.absolute / off.scale if off.scale else math.inf
-    far = f"off by {off.absolute:.3g}, which is {relative:.2g} of its scale {off.scale:.3g}"
-    if math.isinf(off.absolute):
-        far = "not finite, where the whole batch's is"
-    against = "the same micro-batches one by one" if trial.folded else "the whole batch"
-    return (
-        f"accumulated over {len(trial.rows)} micro-batches, {off.leaf} is {far} and "
-        f"{_oracle.excess(off):.3g} times the tolerance {off.tolerance:.3g}.\n"
-        f"loss: accumulated {found['loss']:.9g}, of {against} {right['loss']:.9g}.\n"
-        f"{_explained(trial)}"
-    )
+def with_noise(trial: Trial) -> Trial:
+    return trial._replace(tolerance=trial.tolerance._replace(noise=_oracle.noise(trial)))
 
 
-def _explained(trial: Trial) -> str:
+def explained(trial: Trial) -> str:
     """The likely cause and its remedy, or what was tried in vain."""
     tolerance = trial.tolerance._replace(rounding=_rounding(trial))
     if tolerance.rtol is not None:  # no experiment is more exact than the dtype
@@ -81,7 +71,9 @@ def _trial(case: Case, tolerance: Tolerance) -> Trial:
 
 
 def _accumulated(case: Case) -> Leaves:
-    value, grads = value_and_grad(case.loss_fn, **case.options)(*case.args)
+    with warnings.catch_warnings():  # what it warns of shows in the numbers, if it matters
+        warnings.simplefilter("ignore", UserWarning)
+        value, grads = value_and_grad(case.loss_fn, **case.options)(*case.args)
     return _oracle.named(value[0] if isinstance(value, tuple) else value, grads)
 
 
@@ -93,14 +85,31 @@ def _attempt(experiment: Callable[[], Any]) -> Any:
         return error
 
 
-def _agrees(trial: Trial, **options: Any) -> bool:
-    """Whether accumulated and whole agree with other keywords; first tried without compiling."""
-    case = trial.case._replace(options=trial.case.options | options)
-    right = _oracle.whole(case, trial.run)
-    put_together = _one_by_one(trial._replace(case=case, rows=[]))
-    return _oracle.fits(trial, put_together, right) and _oracle.fits(
-        trial, _accumulated(case), right
-    )
+def _agrees(trial: Trial, case: Case | None = None, **options: Any) -> bool:
+    """Whether accumulated and whole agree in another case, and not by coincidence.
+
+    What costs no compilation comes first: put together by jax alone, and of other arrangements of
+    the examples.
+    """
+    case = case or trial.case._replace(options=trial.case.options | options)
+    same = case.options["batch_argnums"] == trial.case.options["batch_argnums"]
+    run = trial.run if same else _oracle.alone(case)
+    rows, right = _oracle.rows_of(case, run), _oracle.whole(case, run)
+    tried = trial._replace(case=case, run=run, rows=rows, right=right)
+    if not _better(trial, tried, _oracle.combined(rows, _oracle.shares_of(case))):
+        return False
+    if case.options["batch_layout"] != trial.case.options["batch_layout"]:
+        if not _coupling.holds_of_others(tried, [1 / len(rows)] * len(rows), repeats=False):
+            return False
+    elif not all(_oracle.fits(x, x.found, x.right) for x in _oracle.elsewhere(tried)):
+        return False
+    return _better(trial, tried, _accumulated(case))
+
+
+def _better(trial: Trial, tried: Trial, found: Leaves) -> bool:
+    """Whether it fits, and by far better than what is in use."""
+    after = _oracle.excess(_oracle.difference(found, tried.right, trial.tolerance, trial.rows))
+    return after <= min(1.0, _oracle.excess(_oracle.worst(trial)) / 4)
 
 
 def _one_by_one(trial: Trial) -> Leaves:
@@ -121,18 +130,13 @@ def _keys(case: Case, places: Iterable[int]) -> list[int]:
 
 
 def _rounding(trial: Trial) -> dict[str, float]:
-    """How far each leaf moves by rounding alone, relative to its scale.
-
-    A backward pass is linear in the number that it starts from, but for rounding.
-    """
-    once, moved = _oracle.changed(trial), {}
+    """How far each leaf moves by rounding alone, relative to its scale."""
+    once = _oracle.changed(trial)
     scales = _oracle.scales(once, trial.rows)
-    for seed in (1 / 3, 1 / 5, 1 / 7):
-        for name, leaf in trial.run(_oracle.examples(trial.case), 0, seed)[0].items():
-            off = _oracle.largest(_oracle.wide(leaf) / seed - _oracle.wide(once[name]))
-            moved[name] = max(moved.get(name, 0.0), off / (scales[name] or 1.0))
+    moved = {name: off / (scales[name] or 1.0) for name, off in _oracle.rounding(trial).items()}
     losses = [leaves["loss"] for leaves in (once, *trial.rows)]
-    short = [d for d in (jnp.bfloat16, jnp.float16) if all(x.astype(d) == x for x in losses)]
+    with np.errstate(over="ignore"):
+        short = [d for d in (jnp.bfloat16, jnp.float16) if all(x.astype(d) == x for x in losses)]
     moved["loss"] = max((float(jnp.finfo(dtype).eps) for dtype in short), default=0.0)
     return moved
 
@@ -149,8 +153,11 @@ def low_precision(trial: Trial) -> str | None:
         how = "with accumulator_dtype=None the two agree"
     else:
         return None
+    allowed = f"rtol={2 * relative:.0e}"
+    if relative > 0.1:  # all but cancelled: no share of what is left is small
+        allowed = f"atol={2 * max(off.absolute for off in _off(trial)):.0e}"
     return (
-        f"low precision: {how}. Type rtol={2 * relative:.0e} here to allow for it, or compare in "
+        f"low precision: {how}. Type {allowed} here to allow for it, or compare in "
         "float32: cast parameters and batch, x.astype(jnp.float32), and let the model compute in "
         "it (dtype=jnp.float32), with accumulator_dtype=None."
     )
@@ -175,10 +182,50 @@ def _gone_in_float64(trial: Trial, relative: float) -> bool:
 
 def _relative(trial: Trial) -> float:
     """The least rtol with which the two agree."""
-    return _oracle.excess(_oracle.worst(trial._replace(tolerance=Tolerance(rtol=1.0))))
+    return max((off.absolute / off.scale if off.scale else math.inf) for off in _off(trial))
+
+
+def _off(trial: Trial) -> list[Difference]:
+    """The leaves that no tolerance of their dtype allows, or all."""
+    dtypes = Tolerance(None, noise=trial.tolerance.noise)
+    judged = _oracle.differences(trial.found, trial.right, dtypes, trial.rows)
+    return [off for off in judged if _oracle.excess(off) > 1] or judged
 
 
 # Keywords that say something else than the loss does.
+
+
+def not_cut(trial: Trial) -> str | None:
+    for what, case in _coupling.uncut(trial.case):
+        if _agrees(trial, case):
+            return f"{_not_cut(what, case)}; with these the two agree."
+    return None
+
+
+def _not_cut(what: str, case: Case) -> str:
+    cut = tuple(_oracle.indices(case, "batch_argnums"))
+    given = "" if "argument" in what else f"give it as argument {cut[-1]} of the loss and "
+    return (
+        f"an argument that holds the batch's examples and is not cut: {what}, as the batch "
+        f"has, and each micro-batch meets them all. To cut it too, {given}type batch_argnums={cut}"
+    )
+
+
+def refused(case: Case, error: Exception) -> Exception:
+    """The error of a loss that takes the whole batch and no micro-batch, or the one there was."""
+    candidates = _attempt(lambda: list(_coupling.uncut(case)))
+    for what, recut in candidates if isinstance(candidates, list) else []:
+        if not isinstance(_attempt(lambda case=recut: _accumulated(case)), Exception):
+            return ValueError(f"{_not_cut(what, recut)}.")
+    cut = _attempt(lambda: _oracle.alone(case)(_oracle.micro_batches(case)[0]))
+    whole = _attempt(lambda: _oracle.whole(case, _oracle.alone(case)))
+    if isinstance(cut, Exception) and not isinstance(whole, Exception):
+        error.add_note(
+            "The loss takes the whole batch, but no micro-batch. An array of the batch's length "
+            "that it closes over is not cut: give it as an argument of the loss and type "
+            "batch_argnums=(1, 2)."
+        )
+    return error
 
 
 def reduction(trial: Trial) -> str | None:
@@ -226,7 +273,7 @@ def held_state(trial: Trial) -> str | None:
 def missing_weights(trial: Trial) -> str | None:
     numbers = lambda leaf: np.asarray(leaf) if _checks.is_array(leaf) else leaf  # noqa: E731
     batches = jax.tree.map(numbers, _oracle.micro_batches(trial.case))
-    whole, seen = _oracle.changed(trial), set()
+    seen: set[tuple[float, ...]] = set()
     for typed, weight in _coupling.counts(trial.case):
         counts = np.array([float(weight(*batch)) for batch in batches])
         if not (np.isfinite(counts).all() and 0 <= counts.min() and 0 < counts.sum()):
@@ -235,7 +282,8 @@ def missing_weights(trial: Trial) -> str | None:
         if (known := tuple(shares.round(6))) in seen:
             continue
         seen.add(known)
-        if _oracle.fits(trial, _oracle.combined(trial.rows, shares.tolist()), whole):
+        fits = _better(trial, trial, _oracle.combined(trial.rows, shares.tolist()))
+        if fits and _coupling.idle(trial, shares):
             if _agrees(trial, weight=weight, loss_reduction="mean"):
                 return _coupling.missing(
                     trial, f"with weight={typed} the two agree. Type weight={typed}"
@@ -250,15 +298,21 @@ def shared_key(trial: Trial) -> str | None:
     case, held = trial.case, _keys_held_alike(trial.case)
     if held:
         frozen = _attempt(lambda: _trial(_oracle.frozen(case, held), trial.tolerance))
-        if isinstance(frozen, Trial) and _oracle.fits(trial, frozen.found, frozen.right):
+        if isinstance(frozen, Trial) and _better(trial, frozen, frozen.found):
             return _one_key(case, held, "with one random number for all examples the two agree")
     if not _oracle.fits(trial, trial.found, _one_by_one(trial)):
         again, _ = _oracle.alone(case)(_oracle.examples(case))
         if not _oracle.fits(trial, again, _oracle.changed(trial)):
             return _one_key(case, held, "traced twice, the loss of the same batch differs")
-    if _coupling.by_place(trial) and _coupling.copies_differ(trial):
+    if _draws(case) and _coupling.by_place(trial) and _coupling.copies_differ(trial):
         return _one_key(case, held, "an example has another loss in another place of the batch")
     return None
+
+
+def _draws(case: Case) -> bool:
+    """Whether the loss makes random numbers of its own, as jax shows them."""
+    shown = str(jax.make_jaxpr(case.loss_fn)(*case.args))
+    return bool(re.search(r"= (random_bits|threefry2x32|rng_\w+)\b", shown))
 
 
 def _keys_held_alike(case: Case) -> list[int]:
@@ -279,13 +333,15 @@ def _one_key(case: Case, held: list[int], evidence: str) -> str:
 
 CAUSES: tuple[tuple[str, Callable[[Trial], str | None]], ...] = (
     ("rounding, by other seeds and in float64", low_precision),
+    ("every argument of the batch's length cut", not_cut),
     ("other loss_reduction=", reduction),
     ("other batch_layout=", layout),
     ("model state held", held_state),
     ("weight= from each leaf of the batch", missing_weights),
     ("random numbers the same for all examples", shared_key),
-    ("the batch reversed", _coupling.order),
+    ("the batch in other orders", _coupling.order),
     ("a term that is not summed", _coupling.penalty),
+    ("a sum times a number", _coupling.scaled),
     ("any weights, and the same counts everywhere", _coupling.unequal_counts),
     ("the batch twice over, and copies of one example", _coupling.coupled),
 )

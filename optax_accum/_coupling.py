@@ -1,5 +1,6 @@
 """What the examples of a batch have to do with each other: experiments on a loss, by jax alone."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,62 @@ from optax_accum._oracle import Case, Leaves, Trial
 
 
 def by_place(trial: Trial) -> bool:
-    """Whether the batch reversed has another loss."""
-    reverse = _oracle.changed(trial, lambda leaf: leaf[::-1])
-    return not _oracle.fits(trial, reverse, _oracle.changed(trial))
+    """Whether the batch reversed or permuted has another loss."""
+    once, reverse = _oracle.changed(trial), _oracle.changed(trial, lambda leaf: leaf[::-1])
+    batches = [_oracle.examples(_oracle.permuted(trial.case, seed)) for seed in (1, 2)]
+    other = [trial.run(batch)[0] for batch in batches]
+    return not all(_oracle.fits(trial, found, once) for found in (reverse, *other))
+
+
+def holds_of_others(trial: Trial, shares: Any, repeats: bool = True) -> bool:
+    """Whether these shares of micro-batches also make up batches of other selections of them."""
+    blocks, places = _oracle.micro_batches(trial.case), _oracle.places(trial.case)
+    if not idle(trial, shares):
+        return False
+    for at in _selections(len(blocks), repeats):
+        counted = np.asarray(shares)[at]
+        near = _oracle.nearby(trial.case, np.random.default_rng(at[0]), 0.3)
+        order = np.concatenate([places[i] for i in at])
+        joined = jax.tree.map(lambda x, at=order: x[at], _oracle.examples(trial.case))
+        if _oracle.not_finite(right := trial.run(joined, swapped=near)[0]):
+            near, right = {}, trial.run(joined)[0]
+        if counted.sum() <= 0:
+            if _oracle.not_finite(right) or not any(map(_oracle.largest, right.values())):
+                continue  # nothing counts, and nothing is what the loss makes of it
+            return False
+        rows = [trial.run(block, swapped=near)[0] for block in blocks]
+        found = _oracle.combined([rows[i] for i in at], (counted / counted.sum()).tolist())
+        if not _oracle.fits(trial._replace(rows=rows), found, right):
+            return False
+    return True
+
+
+def idle(trial: Trial, shares: Any) -> bool:
+    """Whether micro-batches without a share say nothing, and with another one's x the same."""
+    batches = _oracle.micro_batches(trial.case)
+    for i in (i for i, share in enumerate(shares) if share <= 0):
+        row = trial.rows[i]
+        if _oracle.not_finite(row) or not any(map(_oracle.largest, row.values())):
+            continue
+        other = batches[i - 1] if i else batches[1]
+        mixed = jax.tree.map(_mixed, batches[i], other)
+        if not _oracle.fits(trial, trial.run(mixed)[0], row):
+            return False
+    return True
+
+
+def _mixed(x: Any, y: Any) -> Any:
+    return x if not _checks.is_array(x) or _oracle.is_discrete(np.asarray(x)) else y[: len(x)]
+
+
+def _selections(k: int, repeats: bool) -> list[list[int]]:
+    """Of k micro-batches: 2k, of which one is often there or missing; or all but one."""
+    numbers, few = list(range(k)), range(min(k, 4))
+    without = [[i for i in numbers if i != j] for j in few]
+    if k > 2 and not repeats:
+        return without
+    often = [numbers + k * [i] for i in few]
+    return often + [rest + (k + 1) * rest[:1] for rest in without]
 
 
 def copies_differ(trial: Trial) -> bool:
@@ -24,8 +78,7 @@ def copies_differ(trial: Trial) -> bool:
     few, many = (len(jax.tree.leaves(batch)[0]) for batch in batches)
     for i in range(min(many, 8)):  # one of them has a loss
         small, large = (
-            _oracle.changed(trial, lambda leaf, n=n, i=i: jnp.repeat(leaf[i : i + 1], n, 0))
-            for n in (few, many)
+            _oracle.changed(trial, lambda leaf, n=n, i=i: leaf[np.full(n, i)]) for n in (few, many)
         )
         # Not the gradients: a normalisation without variance magnifies their rounding.
         small, large = {"loss": small["loss"]}, {"loss": large["loss"]}
@@ -36,7 +89,7 @@ def copies_differ(trial: Trial) -> bool:
 
 
 def _doubled(leaf: Any) -> Any:
-    return jnp.concatenate([leaf, leaf])
+    return leaf[np.tile(np.arange(len(leaf)), 2)]
 
 
 def _reweighting(trial: Trial) -> np.ndarray | None:
@@ -52,7 +105,10 @@ def _reweighting(trial: Trial) -> np.ndarray | None:
         return None
     combined = [_oracle.combined(rows, shares.tolist()) for rows, _ in points]
     fit = zip(combined, points, strict=True)
-    return shares if all(_oracle.fits(trial, found, right) for found, (_, right) in fit) else None
+    if not all(_oracle.fits(trial, found, right) for found, (_, right) in fit):
+        return None
+    in_use = np.allclose(shares, _oracle.shares_of(trial.case), rtol=1e-3, atol=0)
+    return None if in_use or not holds_of_others(trial, shares) else shares
 
 
 def _points(trial: Trial) -> list[tuple[list[Leaves], Leaves]]:
@@ -61,21 +117,11 @@ def _points(trial: Trial) -> list[tuple[list[Leaves], Leaves]]:
     batch, size = _oracle.examples(case), sum(leaf.size for leaf in trial.right.values())
     points = [(trial.rows, _oracle.changed(trial))]
     for _ in range(min(16, -(-4 * len(trial.rows) // size))):
-        near = {
-            i: jax.tree.map(lambda leaf: _near(leaf, rng), case.args[i])
-            for i in _oracle.indices(case, "argnums")
-        }
+        near = _oracle.nearby(case, rng, 0.1)
         right, _ = trial.run(batch, swapped=near)
         if not _oracle.not_finite(right):
             points.append((_oracle.rows_of(case, trial.run, near), right))
     return points
-
-
-def _near(leaf: Any, rng: np.random.Generator) -> Any:
-    wide = _oracle.wide(np.asarray(leaf))
-    size = float(np.sqrt(np.mean(np.abs(wide) ** 2))) or 1.0
-    near = wide + 0.1 * size * rng.normal(size=wide.shape)
-    return jnp.asarray(near.astype(jnp.result_type(leaf)))
 
 
 def _flat(leaves: Leaves) -> np.ndarray:
@@ -87,20 +133,35 @@ def _flat(leaves: Leaves) -> np.ndarray:
 
 def _leaf_of_the_counts(trial: Trial) -> str | None:
     """The leaf that, the same in all micro-batches, makes a mean of means right."""
+    batch = _oracle.examples(trial.case)
+    for j, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(batch)):
+        if not (_checks.is_array(leaf) and _oracle.is_discrete(np.asarray(leaf))):
+            continue
+        if _alike(trial, j) and all(_alike(other, j) for other in _oracle.elsewhere(trial)):
+            return "batch" + jax.tree_util.keystr(path[1:])
+    return None
+
+
+def _alike(trial: Trial, j: int) -> bool:
+    """Whether a mean of means is right with leaf j the same in all micro-batches."""
     batches = _oracle.micro_batches(trial.case)
     finite = [i for i, row in enumerate(trial.rows) if not _oracle.not_finite(row)]
     first, treedef = jax.tree.flatten(batches[finite[0]])
     equal = [leaves for leaves in map(jax.tree.leaves, batches) if len(leaves[0]) == len(first[0])]
-    for j, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(batches[0])):
-        if not (_checks.is_array(leaf) and _oracle.is_discrete(np.asarray(leaf))):
-            continue
-        alike = [[*leaves[:j], first[j], *leaves[j + 1 :]] for leaves in equal]
-        rows = [trial.run(treedef.unflatten(leaves))[0] for leaves in alike]
-        joined = treedef.unflatten([jnp.concatenate(x) for x in zip(*alike, strict=True)])
-        mean = _oracle.combined(rows, [1 / len(rows)] * len(rows))
-        if _oracle.fits(trial, mean, trial.run(joined)[0]):
-            return "batch" + jax.tree_util.keystr(path[1:])
-    return None
+    alike = [[*leaves[:j], first[j], *leaves[j + 1 :]] for leaves in equal]
+    rows = [trial.run(treedef.unflatten(leaves))[0] for leaves in alike]
+    joined = treedef.unflatten([jnp.concatenate(x) for x in zip(*alike, strict=True)])
+    mean = _oracle.combined(rows, [1 / len(rows)] * len(rows))
+    return _oracle.fits(trial, mean, trial.run(joined)[0])
+
+
+def _by_company(trial: Trial) -> bool:
+    """Whether it matters which examples share a micro-batch, if any do."""
+    cases = [_oracle.permuted(trial.case, seed) for seed in range(4)]
+    rows = [trial.rows, *(_oracle.rows_of(case, trial.run) for case in cases)]
+    first, *others = (_oracle.combined(row, _oracle.shares_of(trial.case)) for row in rows)
+    alone = max(map(len, _oracle.places(trial.case))) == 1
+    return alone or not all(_oracle.fits(trial, other, first) for other in others)
 
 
 def _kind(trial: Trial) -> str | None:
@@ -112,6 +173,43 @@ def _kind(trial: Trial) -> str | None:
     if _oracle.fits(trial, twice, once) or _oracle.fits(trial, twice, summed):
         return None
     return "contrastive"
+
+
+# Arguments that hold the batch's examples and are not cut.
+
+
+def uncut(case: Case) -> Iterator[tuple[str, Case]]:
+    """Each such argument, and the case in which all of them up to it are cut."""
+    count = len(jax.tree.leaves(_oracle.examples(case))[0])
+    stacked = case.options["batch_layout"] == "stacked"
+    lead = jnp.shape(jax.tree.leaves(case.args[_cut(case)[0]])[0])[: 2 if stacked else 1]
+
+    def is_batch(arg: Any) -> bool:
+        leaves = jax.tree.leaves(arg)
+        return bool(leaves) and all(jnp.shape(x)[: len(lead)] == lead for x in leaves)
+
+    roles = ("argnums", "batch_argnums", "rng_argnums", "state_argnum")
+    used = {i for r in roles if case.options[r] is not None for i in _oracle.indices(case, r)}
+    for i in sorted(set(range(len(case.args))) - used):
+        if is_batch(case.args[i]):
+            case = case._replace(options=case.options | {"batch_argnums": (*_cut(case), i)})
+            yield f"argument {i} has {count} examples", case
+    given = case.loss_fn.keywords if isinstance(case.loss_fn, functools.partial) else {}
+    for name in (name for name, value in given.items() if is_batch(value)):
+        options = case.options | {"batch_argnums": (*_cut(case), len(case.args))}
+        rest = {key: value for key, value in given.items() if key != name}
+        case = Case(_by_position(case.loss_fn, name, rest), (*case.args, given[name]), options)
+        yield f"{name}= of functools.partial has {count} examples", case
+
+
+def _cut(case: Case) -> list[int]:
+    return _oracle.indices(case, "batch_argnums")
+
+
+def _by_position(loss_fn: Any, name: str, rest: dict[str, Any]) -> Callable[..., Any]:
+    """A partial's keyword as the last argument."""
+    base = functools.partial(getattr(loss_fn, "func", loss_fn), *getattr(loss_fn, "args", ()))
+    return lambda *args: base(*args[:-1], **rest, **{name: args[-1]})
 
 
 # What a loss may divide by.
@@ -151,9 +249,40 @@ def _spellings(leaf: np.ndarray) -> Iterator[tuple[str, Callable[[Any], Any]]]:
 def order(trial: Trial) -> str | None:
     if not by_place(trial):
         return None
+    if copies_differ(trial):
+        return (
+            "a loss that goes by the order of the examples: what it makes of an example depends on "
+            "the place. Give what goes by place as a leaf of the batch, such as "
+            "jnp.arange(examples), so that it is cut with the examples."
+        )
     return (
-        "a loss that goes by the order of the examples: the batch reversed has another loss. Make "
-        "one example of what belongs together, by leaves of shape (pairs, 2, ...)."
+        "a loss that goes by the order of the examples: the batch in another order has another "
+        "loss. Make one example of what belongs together, by leaves of shape (pairs, 2, ...)."
+    )
+
+
+def scaled(trial: Trial) -> str | None:
+    """loss = c(examples) * sum: neither a mean nor a sum."""
+    sizes = {len(jax.tree.leaves(batch)[0]) for batch in _oracle.micro_batches(trial.case)}
+    total = _oracle.combined(trial.rows, [1.0] * len(trial.rows))
+    parts, whole = _flat(total), _flat(trial.right)
+    if len(sizes) > 1 or not parts @ parts:
+        return None
+    factor = float(parts @ whole / (parts @ parts))
+
+    def fits(tried: Trial) -> bool:
+        found = _oracle.combined(tried.rows, [factor] * len(tried.rows))
+        return _oracle.fits(tried, found, tried.right)
+
+    known = any(abs(factor / share - 1) < 1e-3 for share in (1, 1 / len(trial.rows)))
+    if known or factor <= 0 or not (fits(trial) and all(map(fits, _oracle.elsewhere(trial)))):
+        return None
+    return (
+        f"a sum scaled by the batch size: the whole batch has {factor:.4g} times the sum of its "
+        f"{len(trial.rows)} micro-batches, in whichever order the examples are. Let the loss "
+        "divide the sum by its number of examples, or by nothing with loss_reduction='sum', and "
+        "multiply loss and gradients by what else depends on the size, such as "
+        "sqrt(examples), afterwards."
     )
 
 
@@ -181,6 +310,10 @@ def penalty(trial: Trial) -> str | None:
     shares = [1.0] * len(trial.rows) + [1.0 - len(trial.rows)]
     if not _oracle.fits(trial, _oracle.combined([*trial.rows, constant], shares), once):
         return None
+    for seed in (1, 2):
+        rows = _oracle.rows_of(_oracle.permuted(trial.case, seed), trial.run)
+        if not _oracle.fits(trial, _oracle.combined([*rows, constant], shares), once):
+            return None
     return (
         "a summed loss with a term that is not summed, such as a penalty on the parameters, which "
         "each micro-batch adds again. Divide the sum by the number of examples, or add the "
@@ -189,7 +322,7 @@ def penalty(trial: Trial) -> str | None:
 
 
 def coupled(trial: Trial) -> str | None:
-    kind = _kind(trial)
+    kind = _kind(trial) if _by_company(trial) else None
     if kind == "contrastive":
         return (
             "a contrastive loss, or another that compares the examples of a batch: a batch twice "
@@ -198,10 +331,12 @@ def coupled(trial: Trial) -> str | None:
             "the embeddings of the whole batch as an argument that is not in batch_argnums."
         )
     return kind and (
-        "BatchNorm, or another statistic of the batch: no weights combine the micro-batches, and "
-        "copies of one example have one loss, however many they are. Each micro-batch is "
-        "normalised by itself. Normalise within an example (LayerNorm, GroupNorm), or by running "
-        "statistics (use_running_average=True)."
+        "BatchNorm, or another statistic of the batch (a load-balancing term, a maximum, a clipped "
+        "mean): no weights combine the micro-batches, and copies of one example have one loss, "
+        "however many they are. Each micro-batch has a statistic of its own. Normalise within an "
+        "example (LayerNorm, GroupNorm), or by running statistics (use_running_average=True); give "
+        "another statistic of the whole batch as an argument that is not cut, or allow for a small "
+        "one by rtol=."
     )
 
 

@@ -1,11 +1,8 @@
-"""A loss and its gradients by jax alone, which accumulated ones are judged against.
-
-Nothing here accumulates: a whole batch, micro-batches cut by plain slices, and their distance.
-"""
+"""A loss and its gradients by jax alone, which accumulated ones are judged against."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +29,7 @@ class Tolerance(NamedTuple):
     rtol: float | None  # of a leaf's scale; None: eps ** (2 / 3) of its dtype
     atol: float = 0.0
     rounding: Any = None  # by leaf, as measured: relative to its scale
+    noise: Any = None  # by leaf, as measured: absolute
 
 
 class Difference(NamedTuple):
@@ -89,12 +87,12 @@ def _seeded(case: Case, seed: Any, *args: Any) -> tuple[Any, Any]:
     return seed * out[0], out[1][0] if has_aux else out[1]
 
 
-def whole(case: Case, run: Run) -> Leaves:
+def whole(case: Case, run: Run, swapped: Any = None) -> Leaves:
     batch = examples(case)
-    found, _ = run(batch)
+    found, _ = run(batch, swapped=swapped)
     if case.options["loss_reduction"] != "sum_over_weight":
         return found
-    weight = float(case.options["weight"](*batch))
+    weight = float(case.options["weight"](*jax.tree.map(jnp.asarray, batch)))
     return {name: (wide(leaf) / weight).astype(leaf.dtype) for name, leaf in found.items()}
 
 
@@ -118,17 +116,24 @@ def examples(case: Case) -> tuple[Any, ...]:
     """The whole batch, its examples along one axis."""
     batch = tuple(case.args[i] for i in indices(case, "batch_argnums"))
     stacked = case.options["batch_layout"] == "stacked"
-    return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])) if stacked else x, batch)
+    # NumPy's: nothing is compiled to index it.
+    batch = jax.tree.map(lambda x: np.asarray(x) if _checks.is_array(x) else x, batch)
+    return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])) if stacked else x, batch)
 
 
 def micro_batches(case: Case) -> list[tuple[Any, ...]]:
+    return [jax.tree.map(lambda x, at=at: x[at], examples(case)) for at in places(case)]
+
+
+def places(case: Case) -> list[np.ndarray]:
+    """Which examples each micro-batch has."""
     batch = tuple(case.args[i] for i in indices(case, "batch_argnums"))
     names = ("k", "micro_batch_size", "batch_layout", "remainder")
     k, m, r = _split.sizes(batch, *(case.options[name] for name in names))
     strided = case.options["batch_layout"] == "strided"
-    places = [slice(i, k * m, k) if strided else slice(i * m, i * m + m) for i in range(k)]
-    places += [slice(k * m, None)] if r else []
-    return [jax.tree.map(lambda x, at=at: x[at], examples(case)) for at in places]
+    order = np.arange(k * m)
+    found = [order[i::k] if strided else order[i * m : i * m + m] for i in range(k)]
+    return [*found, np.arange(k * m, k * m + r)] if r else found
 
 
 def combined(rows: Sequence[Leaves], shares: Sequence[float]) -> Leaves:
@@ -142,7 +147,8 @@ def combined(rows: Sequence[Leaves], shares: Sequence[float]) -> Leaves:
 
 def shares_of(case: Case) -> list[float]:
     """What each micro-batch counts for in the accumulated gradient."""
-    weight, batches = case.options["weight"], micro_batches(case)
+    weight = case.options["weight"]
+    batches = jax.tree.map(lambda x: jnp.asarray(x) if weight else x, micro_batches(case))
     if weight is None:
         weights = [float(len(jax.tree.leaves(batch)[0])) for batch in batches]
     else:
@@ -160,25 +166,57 @@ def shares_of(case: Case) -> list[float]:
 def difference(
     found: Leaves, right: Leaves, tolerance: Tolerance, rows: Sequence[Leaves] = ()
 ) -> Difference:
-    """The worst leaf."""
+    """The worst leaf. One that is nothing but noise may be off by all of it."""
+    return max(differences(found, right, tolerance, rows), key=excess)
+
+
+def differences(
+    found: Leaves, right: Leaves, tolerance: Tolerance, rows: Sequence[Leaves] = ()
+) -> list[Difference]:
+    """Of every leaf."""
     sizes, judged = scales(right, rows), []
+    top = max((size for name, size in sizes.items() if name != "loss"), default=0.0)
     for name, leaf in right.items():
         scale = sizes[name]
         off = float(np.max(np.abs(wide(found[name]) - wide(leaf)), initial=0))
         off = off if math.isfinite(off) else math.inf
-        rtol = tolerance.rtol
-        if rtol is None:
-            rtol = max(float(jnp.finfo(x.dtype).eps) for x in (found[name], leaf)) ** (2 / 3)
+        eps = max(float(jnp.finfo(x.dtype).eps) for x in (found[name], leaf))
+        rtol = eps ** (2 / 3) if tolerance.rtol is None else tolerance.rtol
+        most = 0.0 if name == "loss" else rtol * top * min(0.1, 8 * eps ** (1 / 3))
+        noise = (tolerance.noise or {}).get(name, 0.0)
+        floor = ROUNDINGS * noise if scale <= 4 * noise else min(ROUNDINGS * noise, most)
         rtol = max(rtol, ROUNDINGS * (tolerance.rounding or {}).get(name, 0.0))
-        judged.append(Difference(name, off, scale, tolerance.atol + rtol * scale))
-    return max(judged, key=excess)
+        judged.append(Difference(name, off, scale, tolerance.atol + max(rtol * scale, floor)))
+    return judged
 
 
 def scales(right: Leaves, rows: Sequence[Leaves]) -> dict[str, float]:
-    """What is large in a leaf: micro-gradients may cancel, a gradient may be 0 but for rounding."""
-    sizes = {name: max(largest(leaves[name]) for leaves in (right, *rows)) for name in right}
-    floor = 0.1 * max((size for name, size in sizes.items() if name != "loss"), default=0.0)
-    return {name: size if name == "loss" else max(size, floor) for name, size in sizes.items()}
+    """What is large in a leaf: micro-gradients may cancel."""
+    return {name: max(largest(leaves[name]) for leaves in (right, *rows)) for name in right}
+
+
+def rounding(trial: Trial) -> dict[str, float]:
+    """How far each gradient moves by rounding alone.
+
+    A backward pass is linear in the number that it starts from, but for rounding.
+    """
+    once, batch = changed(trial), examples(trial.case)
+    seeded = {seed: trial.run(batch, 0, seed)[0] for seed in (1 / 3, 1 / 5, 1 / 7)}
+    return {
+        name: max(largest(wide(row[name]) / seed - wide(leaf)) for seed, row in seeded.items())
+        for name, leaf in once.items()
+        if name != "loss"
+    }
+
+
+def noise(trial: Trial) -> dict[str, float]:
+    """The same, and how far all move when the last bit of the parameters does."""
+    once, moved = changed(trial), rounding(trial)
+    for seed in (0, 1):
+        near = nearby(trial.case, np.random.default_rng(seed), 0.0)
+        for name, leaf in trial.run(examples(trial.case), swapped=near)[0].items():
+            moved[name] = max(moved.get(name, 0.0), largest(wide(leaf) - wide(once[name])))
+    return moved
 
 
 def excess(difference: Difference) -> float:
@@ -194,6 +232,47 @@ def worst(trial: Trial) -> Difference:
 
 def fits(trial: Trial, found: Leaves, right: Leaves) -> bool:
     return excess(difference(found, right, trial.tolerance, trial.rows)) <= 1
+
+
+# Other arrangements of the same examples.
+
+
+def nearby(case: Case, rng: np.random.Generator, far: float) -> dict[int, Any]:
+    """The parameters moved by `far` times their size, and by their last bit."""
+
+    def move(leaf: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            return leaf
+        wider = wide(np.asarray(leaf))
+        size = float(np.sqrt(np.mean(np.abs(wider) ** 2))) if wider.size else 1.0
+        last_bit = float(jnp.finfo(jnp.result_type(leaf)).eps) * rng.choice((-1, 1), wider.shape)
+        moved = wider * (1 + last_bit) + far * (size or 1.0) * rng.normal(size=wider.shape)
+        return moved.astype(jnp.result_type(leaf))
+
+    return {i: jax.tree.map(move, case.args[i]) for i in indices(case, "argnums")}
+
+
+def permuted(case: Case, seed: int) -> Case:
+    """The same examples in another order, and so in other micro-batches."""
+    args, batch = list(case.args), examples(case)
+    order = np.random.default_rng(seed).permutation(len(jax.tree.leaves(batch)[0]))
+    for i, flat in zip(indices(case, "batch_argnums"), batch, strict=True):
+        args[i] = jax.tree.map(lambda x, old: x[order].reshape(jnp.shape(old)), flat, args[i])
+    return case._replace(args=tuple(args))
+
+
+def elsewhere(trial: Trial) -> Iterator[Trial]:
+    """The examples permuted, twice, at other parameters where the loss takes them."""
+    for seed in (1, 2):
+        case, near = (
+            permuted(trial.case, seed),
+            nearby(trial.case, np.random.default_rng(seed), 0.3),
+        )
+        if not_finite(right := whole(case, trial.run, near)):
+            near, right = {}, whole(case, trial.run)
+        rows = rows_of(case, trial.run, near)
+        found = combined(rows, shares_of(case))
+        yield trial._replace(case=case, found=found, right=right, rows=rows)
 
 
 def not_finite(leaves: Leaves) -> list[str]:
