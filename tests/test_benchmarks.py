@@ -53,6 +53,7 @@ def test_the_command_prints_a_row_a_method():
             assert row["value"] > 0 and row["ratio_to_floor"] > 0
 
 
+@pytest.mark.full
 def test_what_computes_something_else_has_no_time(monkeypatch, capsys):
     right = oa.value_and_grad
 

@@ -420,7 +420,7 @@ def test_gradients_per_example_meet_an_error_that_says_where(name):
 def test_a_state_that_grows_meets_an_error_as_in_scan():
     tx = oa.accumulate(optax.monitor({"norm": optax.tree.norm}), K)
     params = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"inner's update returned a state of structure"):
+    with pytest.raises(ValueError, match=r"inner's state has the structure"):
         jax.eval_shape(tx.update, params, tx.init(params), params)
 
 
