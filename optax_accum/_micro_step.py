@@ -1,7 +1,7 @@
 """The time driver with the loss at hand: one micro-step, its gradient straight into the window."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,18 +115,10 @@ def micro_step(
         )
         shapes = jax.eval_shape(loss, like, *args)
         _program.check_loss(shapes[0])
-        together = False
-        if call.known_weight is None:
-            gradient = lambda p, args: _engines.micro_gradient(  # noqa: E731
-                lambda p: loss(p, *args), (p,), 1.0
-            )
-            if settings.loss_reduction == "mean" and shapes[0].dtype.itemsize < 4:
-                if _axis.mixes(gradient, settings.axis_name, like, args):
-                    _fits.check_wide(shapes[0])
-            together = _axis.communicates(gradient, settings.axis_name, like, args)
-        refs = _with_refs(settings, engine, loss, call, state, args, shapes, together)
-        take = _into_refs if refs else _carried
-        value, aux, params, state = take(settings, loss, call, state, args, shapes, together)
+        work = Work(settings, loss, call, state, args, shapes[0].dtype.itemsize < 4, False)
+        work = work._replace(together=_together(work, shapes[0]))
+        take = _into_refs if _with_refs(work, engine) else _carried
+        value, aux, params, state = take(work)
         return (value, aux) if has_aux else value, params, _rows.restored(settings.axis_name, state)
 
     return micro_step_fn
@@ -153,93 +145,101 @@ def _with_folded_keys(
     return tuple(jax.tree.map(folded, arg) if i in keys else arg for i, arg in enumerate(batch, 1))
 
 
-def _with_refs(
-    settings: Settings,
-    engine: str,
-    loss: Callable[..., Any],
-    call: Call,
-    state: AccumulateState,
-    args: tuple[Any, ...],
-    shapes: Any,
-    together: bool,
-) -> bool:
-    """Whether to use refs."""
+class Work(NamedTuple):
+    """One micro-step, its choices made."""
+
+    settings: Settings
+    loss: Callable[..., Any]  # (params, *args) -> (loss, aux)
+    call: Call  # its grads are the parameters, for their structure and dtypes
+    state: AccumulateState
+    args: tuple[Any, ...]
+    narrow: bool  # the loss is narrower than float32
+    together: bool  # the loss communicates, so all replicas compute or none
+
+    def loss_of(self, params: Any) -> tuple[Any, Any]:
+        return self.loss(params, *self.args)
+
+
+def _together(work: Work, value: Any) -> bool:
+    """Whether no replica may leave its micro-batch out by itself."""
+    if work.call.known_weight is not None:
+        return False
+    axis_name, given = work.settings.axis_name, (work.call.grads, work.args)
+
+    def gradient(params: Any, args: Any) -> Any:
+        return _engines.micro_gradient(lambda p: work.loss(p, *args), (params,), 1.0)
+
+    mean = work.settings.loss_reduction == "mean"
+    if mean and work.narrow and _axis.mixes(gradient, axis_name, *given):
+        _fits.check_wide(value)
+    return _axis.communicates(gradient, axis_name, *given)
+
+
+def _with_refs(work: Work, engine: str) -> bool:
+    settings, call, state = work.settings, work.call, work.state
     sums = None if state.grad_sum is None else (state.grad_sum,)
-    narrow = shapes[0].dtype.itemsize < 4 and call.weight is not None
+    weighed = call.weight is not None and settings.loss_reduction == "mean"
 
     def why_not() -> str | None:
-        if together:
+        if work.together:
             return _engines.TOGETHER
         return _engines.obstacle(
-            lambda args, params: loss(params, *args),
-            args,
+            lambda args, params: work.loss(params, *args),
+            work.args,
             (call.grads,),
             sums,
             settings.nonfinite,
-            narrow and settings.loss_reduction == "mean",
+            weighed and work.narrow,
         )
 
-    return _engines.chosen(engine, (call.params, state, args), why_not) == "refs"
+    return _engines.chosen(engine, (call.params, state, work.args), why_not) == "refs"
 
 
-def _computed(settings: Settings, call: Call, together: bool) -> Any:
+def _computed(work: Work) -> Any:
     """Whether the micro-batch is computed at all; a plain bool where its weight is known."""
-    if call.known_weight is not None:
-        return call.known_weight != 0
-    present = jnp.asarray(call.weight) != 0
-    if together and settings.axis_name is None:
+    if work.call.known_weight is not None:
+        return work.call.known_weight != 0
+    present = jnp.asarray(work.call.weight) != 0
+    if not work.together:
+        return present
+    if work.settings.axis_name is None:
         return True  # the replicas' axes are unknown here
-    return _axis.anywhere(present, settings.axis_name) if together else present
+    return _axis.anywhere(present, work.settings.axis_name)
 
 
-def _carried(
-    settings: Settings,
-    loss: Callable[..., Any],
-    call: Call,
-    state: AccumulateState,
-    args: tuple[Any, ...],
-    shapes: Any,
-    together: bool,
-) -> tuple[Any, Any, Any, AccumulateState]:
+def _carried(work: Work) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient, then what `apply_gradients` does with it."""
+    settings, call = work.settings, work.call
     # Where gradients cross replicas, each loss must weigh what it weighs before they do.
-    wide = shapes[0].dtype.itemsize >= 4
-    seeded = together and wide and settings.axis_name and settings.loss_reduction == "mean"
+    mixed = work.together and settings.axis_name is not None and not work.narrow
+    seeded = mixed and settings.loss_reduction == "mean"
     seed: Any = call.weight if seeded else 1.0
 
     def gradient() -> Any:
-        return _engines.micro_gradient(lambda p: loss(p, *args), (call.grads,), seed)
+        return _engines.micro_gradient(work.loss_of, (call.grads,), seed)
 
     def nothing() -> Any:
         return _zeros(result_shapes(gradient))
 
-    value, aux, (grads,) = cond(_computed(settings, call, together), gradient, nothing)
+    value, aux, (grads,) = cond(_computed(work), gradient, nothing)
     call = call._replace(grads=grads, value=value.astype(jnp.float32) * seed)
     if seeded:
         call = call._replace(loss_reduction="sum_over_weight")
-    return value, aux, *advance(settings, PARAMS, state, call)
+    return value, aux, *advance(settings, PARAMS, work.state, call)
 
 
-def _into_refs(
-    settings: Settings,
-    loss: Callable[..., Any],
-    call: Call,
-    state: AccumulateState,
-    args: tuple[Any, ...],
-    shapes: Any,
-    together: bool,
-) -> tuple[Any, Any, Any, AccumulateState]:
+def _into_refs(work: Work) -> tuple[Any, Any, Any, AccumulateState]:
     """The gradient added inside the backward pass, which the weight starts."""
+    settings, call, window = work.settings, work.call, work.state.window
     part = acc.judge(
         None, call.weight, call.known_weight, call.loss_reduction, settings.nonfinite
     )._replace(keep=True)
-    window = state.window
 
     def added() -> Any:
         opened = acc.emptied(window)
         seed = 1.0 if part.scale is None else part.scale
         value, aux, (sums,) = _engines.into_refs(
-            lambda p: loss(p, *args), (call.grads,), seed, (opened.grad_sum,)
+            work.loss_of, (call.grads,), seed, (opened.grad_sum,)
         )
         summed = acc.add_scalars(opened, part, value.astype(jnp.float32))
         return value, aux, summed._replace(grad_sum=sums)
@@ -248,9 +248,9 @@ def _into_refs(
         value, aux = result_shapes(lambda: added()[:2])
         return *_zeros((value, aux)), window
 
-    value, aux, window = cond(_computed(settings, call, together), added, left_out)
+    value, aux, window = cond(_computed(work), added, left_out)
     call = call._replace(value=value.astype(jnp.float32))
-    return value, aux, *settle(settings, PARAMS, state, call, window, False)
+    return value, aux, *settle(settings, PARAMS, work.state, call, window, False)
 
 
 def _zeros(shapes: Any) -> Any:
