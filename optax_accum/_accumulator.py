@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from optax_accum import _axis, _checks
+from optax_accum._cond import cond
 from optax_accum._fits import aligned, check_kept, is_none, promoted, real, window_dtype
 from optax_accum._rounding import round_to
 
@@ -66,22 +66,15 @@ def fresh(grad_sum: optax.Updates | None) -> Window:
 
 def emptied(window: Window) -> Window:
     """The window, what is left over in it overwritten by zeros: for additions that cannot do so."""
-    leaves, treedef = jax.tree.flatten(window.grad_sum)
-    zeros = lambda: [jnp.zeros_like(leaf) for leaf in leaves]  # noqa: E731 (a branch)
-    sums = lax.cond(window.kept == 0, zeros, lambda: leaves)
-    return window._replace(grad_sum=treedef.unflatten(sums))
+    zeros = lambda: jax.tree.map(jnp.zeros_like, window.grad_sum)  # noqa: E731 (a branch)
+    return window._replace(grad_sum=cond(window.kept == 0, zeros, lambda: window.grad_sum))
 
 
 def reduced(window: Window, axis_name: _axis.AxisName | None) -> Window:
-    """The window of all replicas, from each one's own; in float32 or wider."""
+    """The window of all replicas, from each one's own, `emptied`; in float32 or wider."""
     if axis_name is None:
         return window
-
-    def opened(total: jax.Array) -> jax.Array:
-        total = total.astype(promoted(total.dtype, jnp.float32))
-        return jnp.where(window.kept == 0, jnp.zeros([], total.dtype), total)
-
-    sums = jax.tree.map(opened, window.grad_sum)
+    sums = jax.tree.map(lambda x: x.astype(promoted(x.dtype, jnp.float32)), window.grad_sum)
     kept = _axis.largest(window.kept, axis_name)
     sums, weight, value, value_weight = _axis.total((sums, *window[1:4]), axis_name)
     return Window(sums, weight, value, value_weight, kept)

@@ -97,8 +97,8 @@ def check_differentiable(what: str, tree: Any) -> None:
         if not _checks.is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"{what}{at(path)} is {_checks.described(leaf)}, expected floating or complex "
-                "numbers, with respect to which jax differentiates; keep other leaves in an "
-                "argument of their own, or close over them."
+                "numbers, with respect to which jax differentiates; give other leaves in an "
+                "argument of their own (of a Flax model: nnx.split(model, nnx.Param, ...))."
             )
 
 

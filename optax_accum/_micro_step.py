@@ -236,7 +236,7 @@ def _into_refs(work: Work) -> tuple[Any, Any, Any, AccumulateState]:
     )._replace(keep=True)
 
     def added() -> Any:
-        opened = acc.emptied(window)
+        opened = window if settings.axis_name else acc.emptied(window)
         seed = 1.0 if part.scale is None else part.scale
         value, aux, (sums,) = _engines.into_refs(
             work.loss_of, (call.grads,), seed, (opened.grad_sum,)

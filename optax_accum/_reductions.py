@@ -24,8 +24,9 @@ _OTHER = "over other devices"
 _MOVES = "no reduction"
 
 _ONCE = (
-    "sum on each device inside your own shard_map and psum once, after the loop; with "
-    'check_vma=True make the parameters varying first, jax.lax.pcast(params, axis, to="varying")'
+    "type value_and_grad(..., mesh=mesh), or axis_name= of value_and_grad or accumulate inside "
+    "shard_map; in a loop of your own sum on each device and psum once after it, with "
+    'check_vma=True from jax.lax.pcast(params, axis, to="varying")'
 )
 
 

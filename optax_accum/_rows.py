@@ -11,7 +11,10 @@ from optax_accum._state import AccumulateState, outermost_states
 
 
 def without(axis_name: _axis.AxisName | None, state: Any) -> AccumulateState:
-    """The state as this replica sees it."""
+    """The state as this replica sees it, nothing left over of the window before.
+
+    A replica that keeps nothing of a window overwrites nothing, and is reduced with the others.
+    """
     require_own(state)
     if axis_name is None:
         if state.has_rows:
@@ -33,7 +36,8 @@ def without(axis_name: _axis.AxisName | None, state: Any) -> AccumulateState:
             "state by in_specs=oa.state_specs(tx, params, axis_name), and make it by tx.init "
             "inside the mapped axis, or by oa.refold(state, replicas)."
         )
-    return state._replace(**jax.tree.map(lambda x: jnp.squeeze(x, 0), state.window)._asdict())
+    window = acc.emptied(jax.tree.map(lambda x: jnp.squeeze(x, 0), state.window))
+    return state._replace(**window._asdict())
 
 
 def restored(axis_name: _axis.AxisName | None, state: AccumulateState) -> AccumulateState:

@@ -56,7 +56,7 @@ def traffic(
       traffic whose window and weights you have room for.
 
     Raises:
-      ValueError: for a k or a number of replicas below 1.
+      ValueError, TypeError: for a k or a number of replicas below 1, and for a number as params.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -75,6 +75,11 @@ def traffic(
     k = _checks.integer_k(k)
     if not isinstance(replicas, (int, np.integer)) or replicas < 1:
         raise ValueError(f"replicas is {replicas!r}, expected an integer of 1 or more.")
+    if isinstance(params, (int, float)):
+        raise TypeError(
+            f"params is the number {params}, expected a tree of arrays or shapes; for that many "
+            f"float32 parameters type jax.ShapeDtypeStruct(({int(params)},), jnp.float32)."
+        )
     dtype = _checks.accumulator_dtype(accumulator_dtype)
     shapes = [
         jax.eval_shape(jnp.asarray, x) for x in jax.tree.leaves(params) if _checks.is_array(x)

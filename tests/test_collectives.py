@@ -513,7 +513,7 @@ def test_a_reduction_to_shards_takes_in_the_whole_gradient():
 def test_fails_where_each_micro_batch_is_reduced(name):
     message = assert_fails(program(name), GRADS, match="inside a loop")
     assert f"{K} times" in message
-    assert "psum once, after the loop" in message  # the remedy
+    assert "mesh=mesh" in message and "psum once after it" in message  # the remedy
     assert "REDUCED IN A LOOP" in message
 
 

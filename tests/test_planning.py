@@ -90,6 +90,8 @@ def test_traffic_by_hand():
 
 
 def test_traffic_of_what_cannot_be_meant():
+    with pytest.raises(TypeError, match=r"jax.ShapeDtypeStruct\(\(1000,\), jnp.float32\)"):
+        oa.planning.traffic(1000, 4, 8)
     for k, replicas, shown in ((0, 2, "k is 0"), (2, 0, "replicas is 0"), (2, 1.5, "replicas is")):
         with pytest.raises(ValueError, match=shown):
             oa.planning.traffic(PARAMS, k, replicas)
