@@ -264,7 +264,7 @@ def conditional(rng):
             return lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ p["a"]), lambda: x @ p["b"])
 
         h = lax.map(example, b)  # one at a time, so the branch is a branch
-        h = lax.switch(b.shape[0] % 3, [jnp.sin, jnp.cos, jnp.tanh], h)
+        h = lax.switch(p["a"].shape[0] % 3, [jnp.sin, jnp.cos, jnp.tanh], h)
         return jnp.mean(jnp.square(h))
 
     return Case(loss, ({"a": weights(rng, D, 2), "b": weights(rng, D, 2)}, normal(rng, B, D)))
