@@ -40,13 +40,16 @@ def micro_step(
       tx: what :func:`accumulate` returned. Links around it in a chain belong into its inner.
       has_aux: whether `loss_fn` returns auxiliary outputs; they are given back as they are.
       weight: how much a micro-batch counts, a function of its batch (without keys); None is 1. At
-        0 nothing is computed, and loss and auxiliary outputs are zeros. With refs it starts the
-        backward pass: keep weights near 1 (`tokens / expected_tokens`) if that runs in float16.
+        0 nothing is computed, and loss and auxiliary outputs are zeros (where the loss communicates
+        between replicas, only if none has weight; else its gradient is left out). With refs it
+        starts the backward pass: keep weights near 1 (`tokens / expected_tokens`) if that runs in
+        float16.
       engine: `"carry"` adds the gradient to the window, `"refs"` lets the backward pass add into
         it, `"auto"` takes refs where it can: where the window has the parameters' dtype and nothing
         looks at a single micro-gradient.
       rng_argnums: arguments of `loss_fn` that hold PRNG keys. Each is folded with
-        `update_step`, `skipped` and `micro_step` of the state, so one key serves a whole run.
+        `update_step`, `skipped` and `micro_step` of the state, and under `axis_name` with the
+        replica's number, so one key serves a whole run.
 
     Returns:
       `f(params, state, *batch, last=False, **extra) -> (value, params, state)`, where the value is
