@@ -168,6 +168,8 @@ def value_and_grad(
     )
     _check_apart(settings)
     _check_replicas(settings, mesh, grad_specs, gather)
+    if grad_specs is not None and not isinstance(argnums, (list, tuple)):
+        grad_specs = (grad_specs,)
     where = _mesh.across(mesh, batch_axes, grad_specs, gather) if mesh else None
 
     @functools.wraps(loss_fn)

@@ -21,7 +21,7 @@ class Across(NamedTuple):
 
     mesh: Any  # a Mesh, an AbstractMesh, or True: the arguments'
     batch_axes: tuple[str, ...]
-    grad_specs: Any
+    grad_specs: Any  # a prefix of the tuple of gradients, or None
     gather: str
 
 
@@ -129,9 +129,8 @@ def _shards(where: Across, mesh: Any, primals: Any) -> list[tuple[dict[Any, int]
     if where.grad_specs is None:
         specs = [_spec_of(leaf) for _, leaf in paths]
     else:
-        given = where.grad_specs if len(primals) > 1 else (where.grad_specs,)
         try:
-            full = jax.tree.broadcast(given, primals, is_leaf=_is_spec)
+            full = jax.tree.broadcast(where.grad_specs, primals, is_leaf=_is_spec)
         except ValueError as error:
             raise ValueError(
                 f"grad_specs is {where.grad_specs!r}, expected a tree prefix of the gradients with "

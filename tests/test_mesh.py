@@ -844,3 +844,18 @@ def test_errors_of_states():
         oa.refold(tx.init(W), 0)
     with pytest.raises(ValueError, match="expected the state of accumulate"):
         oa.refold(optax.sgd(1.0).init(W), 2)
+
+
+@pytest.mark.parametrize("argnums", [0, (0,)])
+def test_grad_specs_are_a_prefix_of_the_gradients_as_argnums_gives_them(argnums):
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    w, x = jnp.ones((8, 2)), jnp.arange(128.0).reshape(16, 8)
+    for given in [spec] if argnums == 0 else [spec, (spec,)]:
+        grad_fn = oa.value_and_grad(loss, 2, argnums=argnums, mesh=mesh, grad_specs=given)
+        _, grads = jax.jit(grad_fn)(w, x)
+        (leaf,) = jax.tree.leaves(grads)
+        assert leaf.sharding.spec[0] == "data" and isinstance(grads, tuple) == (argnums != 0)
+        want = jax.grad(loss)(w, x)
+        np.testing.assert_allclose(np.asarray(leaf), want, rtol=1e-5)
