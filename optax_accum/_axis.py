@@ -218,6 +218,19 @@ def by_compiler(f: Any, x: jax.Array, *others: jax.Array, rows: int) -> Any:
     return jax.sharding.auto_axes(f, out_sharding=out)(x, *others)
 
 
+def laid_out(tree: Any, specs: Any) -> Any:
+    """A tree with its leaves in shards over automatic axes; else the compiler decides."""
+    if specs is None:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        [
+            lax.with_sharding_constraint(leaf, spec) if any(spec) else leaf
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+    )
+
+
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` with the sharding of `other`, where shardings are part of the types."""
     wanted = jax.typeof(other).sharding

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_accum import _axis, _checks, _engines, _mesh, _scan, _split
+from optax_accum import _axis, _checks, _engines, _merging, _mesh, _scan, _split
 from optax_accum._program import Settings
 
 
@@ -20,7 +20,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     state_argnum: int | None = None,
-    merge_state: Callable[[Any, Any, jax.Array], Any] | None = None,
+    merge_state: Any = None,
     weight: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     aux: Any = None,
@@ -67,7 +67,8 @@ def value_and_grad(
         call a key of its own.
       state_argnum: one argument of model state, handed from micro-step to micro-step.
       merge_state: every micro-step starts from the same state instead, and
-        `merge_state(initial, stacked, weights)` makes the new one.
+        `merge_state(initial, stacked, weights)` makes the new one. Or a tree prefix of such
+        functions, None where the state is handed on.
       weight: how much a micro-batch counts, a function of its `batch_argnums` (default: its
         examples). At 0 it is not computed at all.
       loss_reduction: `"mean"`, `"sum"` or `"sum_over_weight"`, as in `accumulate`.
@@ -105,8 +106,10 @@ def value_and_grad(
         a NumPy array is taken for the whole batch, the same in every process.
       batch_axes: the mesh axes over which the examples are shared, one name or several.
       grad_specs: a tree prefix of `PartitionSpec`s: gradients come in these shards over the batch
-        axes, by a reduce-scatter (ZeRO-1 and 2). None: like the parameters where their types show
-        shards (explicit axes), else whole.
+        axes, by a reduce-scatter (ZeRO-1 and 2). Automatic axes named in them (tensor parallelism)
+        are those of the window, which the compiler else lays out as it likes: a whole embedding on
+        every device, in places. None: like the parameters where their types show shards (explicit
+        axes), else whole.
       gather: `"window"`, or `"micro_batch"`: the parameters come in the shards of `grad_specs` too,
         and each micro-step gathers them anew, for k times the traffic.
 
@@ -134,7 +137,7 @@ def value_and_grad(
             "value_and_grad(loss_fn, k=8) or value_and_grad(loss_fn, micro_batch_size=4)."
         )
     _checks.function("loss_fn", loss_fn)
-    _checks.function("merge_state", merge_state)
+    _merging.check(merge_state)
     _checks.choice("batch_layout", batch_layout, _split.LAYOUTS)
     _checks.choice("remainder", remainder, ("error", "exact"))
     _checks.choice("engine", engine, _engines.ENGINES)
@@ -260,7 +263,8 @@ def _check_replicas(settings: Settings, mesh: Any, grad_specs: Any, gather: str)
             "grad_specs or gather was given without mesh; type mesh=your_mesh. (Without mesh the "
             "gradients are sharded like the parameters, by the compiler.)"
         )
-    threaded = settings.state_argnum is not None and settings.merge_state is None
+    handed_on = None in _merging.functions(settings.merge_state)
+    threaded = settings.state_argnum is not None and handed_on
     if threaded and (mesh or settings.axis_name is not None):
         raise ValueError(
             "state_argnum without merge_state hands the state from micro-step to micro-step, which "

@@ -55,7 +55,8 @@ def evaluate(
     shards = _shards(where, mesh, primals)
     settings = settings._replace(
         axis_name=where.batch_axes,
-        scattered=[plan for plan, _ in shards],
+        scattered=[shard.plan for shard in shards],
+        layout=[shard.beside for shard in shards],
         gather=where.gather == "micro_batch",
     )
     args = tuple(_as_arrays(arg) if i in settings.argnums else arg for i, arg in enumerate(args))
@@ -74,7 +75,7 @@ def evaluate(
 
     chosen = [spec for spec, is_array in zip(specs, arrays, strict=True) if is_array]
     given = [leaf for leaf, is_array in zip(leaves, arrays, strict=True) if is_array]
-    grads = jax.tree.unflatten(jax.tree.structure(primals), [spec for _, spec in shards])
+    grads = jax.tree.unflatten(jax.tree.structure(primals), [shard.spec for shard in shards])
     everywhere: Any = Spec()
     stats = Stats(everywhere, everywhere)
     out = Outcome(everywhere, everywhere, _aux_specs(settings, where), grads, stats)
@@ -123,7 +124,15 @@ def _mesh_of(tree: Any) -> Any:
 # Specs.
 
 
-def _shards(where: Across, mesh: Any, primals: Any) -> list[tuple[dict[Any, int], Spec]]:
+class Shard(NamedTuple):
+    """How a leaf of the gradients lies on the mesh."""
+
+    plan: dict[tuple[str, ...], int]  # the dimension that is left in shards over these batch axes
+    spec: Spec  # the same, of batch axes alone
+    beside: Spec  # over automatic axes
+
+
+def _shards(where: Across, mesh: Any, primals: Any) -> list[Shard]:
     """How each leaf of the gradients is left in shards over the batch axes."""
     paths = jax.tree_util.tree_leaves_with_path(primals)
     if where.grad_specs is None:
@@ -141,7 +150,7 @@ def _shards(where: Across, mesh: Any, primals: Any) -> list[tuple[dict[Any, int]
         _shard(path, leaf, spec or Spec(), where, mesh)
         for (path, leaf), spec in zip(paths, specs, strict=True)
     ]
-    if where.gather == "micro_batch" and not any(plan for plan, _ in shards):
+    if where.gather == "micro_batch" and not any(shard.plan for shard in shards):
         raise ValueError(
             "gather='micro_batch' was given, but no parameter is in shards over "
             f"{where.batch_axes!r}; type grad_specs=P('data'), or a tree of the parameters' specs."
@@ -155,10 +164,13 @@ def _spec_of(leaf: Any) -> Spec:
     return Spec() if sharding is None or sharding.mesh.empty else sharding.spec
 
 
-def _shard(
-    path: Any, leaf: Any, spec: Spec, where: Across, mesh: Any
-) -> tuple[dict[Any, int], Spec]:
-    plan, dims = {}, []
+def _shard(path: Any, leaf: Any, spec: Spec, where: Across, mesh: Any) -> Shard:
+    plan, dims, beside = {}, [], []
+    automatic = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and name not in where.batch_axes
+    }
     known = isinstance(spec, Spec) and set(jax.tree.leaves(tuple(spec))) <= {*mesh.axis_names}
     if not known:
         raise ValueError(
@@ -169,6 +181,7 @@ def _shard(
         names = names if isinstance(names, tuple) else () if names is None else (names,)
         over = tuple(name for name in names if name in where.batch_axes)
         dims.append(over or None)
+        beside.append(tuple(name for name in names if name in automatic) or None)
         if not over:
             continue
         size = int(np.prod([mesh.shape[name] for name in over]))
@@ -179,7 +192,7 @@ def _shard(
                 "another axis, or type PartitionSpec() for this leaf."
             )
         plan[over] = dimension
-    return plan, Spec(*dims)
+    return Shard(plan, Spec(*dims), Spec(*beside))
 
 
 def _in_specs(
@@ -187,7 +200,7 @@ def _in_specs(
     where: Across,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    shards: list[tuple[dict[Any, int], Spec]],
+    shards: list[Shard],
 ) -> Any:
     """A spec for every leaf of the arguments."""
     axes = where.batch_axes
@@ -203,7 +216,9 @@ def _in_specs(
         left = iter(shards)
         for i in settings.argnums:
             specs[i] = jax.tree.map(
-                lambda leaf: None if leaf is None else next(left)[1], args[i], is_leaf=_fits.is_none
+                lambda leaf: None if leaf is None else next(left).spec,
+                args[i],
+                is_leaf=_fits.is_none,
             )
     return tuple(specs), everywhere(kwargs, Spec())
 

@@ -21,7 +21,7 @@ class Settings(NamedTuple):
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
     state_argnum: int | None
-    merge_state: Callable[..., Any] | None
+    merge_state: Any
     weight: Callable[..., Any] | None
     loss_reduction: str
     aux: Any
@@ -32,7 +32,14 @@ class Settings(NamedTuple):
     remainder: str
     axis_name: _axis.AxisName | None = None
     scattered: Any = None  # for each leaf of the gradients {axes: dimension} left in shards
+    layout: Any = None  # for each leaf a PartitionSpec over the axes left to the compiler
     gather: bool = False  # the parameters come in such shards, and each micro-step gathers them
+
+
+class Whole(NamedTuple):
+    """An argument that is known to be no part of the batch, whatever its length."""
+
+    tree: Any
 
 
 class MicroBatch(NamedTuple):
@@ -140,6 +147,7 @@ def uncut(
     roles = (*settings.argnums, *settings.batch_argnums, *settings.rng_argnums)
     roles += () if settings.state_argnum is None else (settings.state_argnum,)
     others = {f"argument {i}": arg for i, arg in enumerate(args) if i not in roles} | kwargs
+    others = {name: arg for name, arg in others.items() if not isinstance(arg, Whole)}
     examples = into.k * into.m + into.r
     found = [
         name

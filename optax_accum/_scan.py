@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_accum import _accumulator as acc
-from optax_accum import _aux, _axis, _engines, _fits, _program, _shares, _split
+from optax_accum import _aux, _axis, _engines, _fits, _merging, _program, _shares, _split
 from optax_accum._cond import cond
 from optax_accum._program import MicroBatch, Program, Settings
 from optax_accum._state import with_dtypes_of
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     """What is given back micro-step by micro-step."""
 
     aux: list[Any]
-    state: Any  # None unless states are merged
+    state: list[Any]  # the parts that are merged
     weight: jax.Array  # that was kept
 
 
@@ -96,6 +96,7 @@ def _opened(program: Program) -> Carry:
         window = acc.fresh(None)
     else:
         window = acc.open_window(program.primals, program.settings.accumulator_dtype)
+        window = window._replace(grad_sum=_axis.laid_out(window.grad_sum, program.settings.layout))
     wide = _fits.promoted(program.shapes[0].dtype, jnp.float32)
     zeros = {name: jnp.zeros([], wide) for name in ("value_sum", "weight_sum", "value_weight")}
     window = window._replace(**zeros)
@@ -158,24 +159,21 @@ def _taken(program: Program, carry: Carry, micro_batch: MicroBatch) -> tuple[Car
         )
     if part.keep is not True:
         aux_rows = _kept(part.keep, aux_rows, jax.tree.map(jnp.zeros_like, aux_rows))
-    merged = settings.merge_state is not None
-    rows = Rows(aux_rows, state if merged else None, _shares.counted(part))
+    merge = settings.merge_state
+    rows = Rows(aux_rows, _merging.rows(merge, state), _shares.counted(part))
     skipped = carry.skipped + jnp.asarray(part.dropped).astype(jnp.int32)
-    return Carry(
-        window._replace(grad_sum=sums), carry.state if merged else state, totals, skipped
-    ), rows
+    state = _merging.handed_on(merge, carry.state, state)
+    return Carry(window._replace(grad_sum=sums), state, totals, skipped), rows
 
 
 def _left_out(program: Program, carry: Carry) -> tuple[Carry, Rows]:
     """A micro-batch of weight zero: nothing but its place in the rows."""
     aux = [jnp.zeros_like(leaf) for leaf in _aux.rows(program.how, program.shapes[1][1])]
-    merged = program.settings.merge_state is not None
+    state = _merging.rows(program.settings.merge_state, carry.state)
     if program.engine == "alone":
         zeros = jax.tree.map(jnp.zeros_like, program.primals)
         carry = carry._replace(window=carry.window._replace(grad_sum=zeros))
-    return carry, Rows(
-        aux, carry.state if merged else None, jnp.zeros_like(carry.window.weight_sum)
-    )
+    return carry, Rows(aux, state, jnp.zeros_like(carry.window.weight_sum))
 
 
 def _kept(keep: Any, new: Any, old: Any) -> Any:
@@ -204,11 +202,12 @@ def _finished(
     )
     loss = correct(window.value_sum).astype(program.shapes[0].dtype)
     state = carry.state
-    if settings.merge_state is not None:
+    if any(_merging.functions(settings.merge_state)):
         stacked = _appended(rows and rows.state, tail and tail.state)
         weights = _appended(rows and rows.weight, tail and tail.weight)
         stacked, weights = _axis.gathered((stacked, weights), settings.axis_name)
-        state = settings.merge_state(program.state, stacked, weights.astype(jnp.float32))
+        weights = weights.astype(jnp.float32)
+        state = _merging.merged(settings.merge_state, program.state, state, stacked, weights)
         state = with_dtypes_of(state, program.state, "what merge_state returned")
 
     def join(head: Any, last: Any, reducer: str) -> Any:
