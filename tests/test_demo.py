@@ -17,7 +17,7 @@ import pytest
 import optax_accum
 from optax_accum import _report, cli, demo
 
-SMALL = ["--updates", "12", "--global-batch", "16", "--k", "4"]
+SMALL = ["--updates", "8", "--global-batch", "16", "--k", "4"]
 
 
 def check_claims(shown: dict[str, Any]) -> None:

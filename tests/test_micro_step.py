@@ -238,7 +238,7 @@ def test_inner_runs_once_a_window(engine):
     assert counter == [2] and int(carry[1].update_step) == 2
 
 
-@pytest.mark.parametrize("engine", ["auto", "carry"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("carry", marks=pytest.mark.full)])
 def test_under_vmap_and_outer_differentiation(x64, engine):
     rng = np.random.default_rng(1)
     tx = oa.accumulate(optax.sgd(0.5), 2)
