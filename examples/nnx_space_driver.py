@@ -6,6 +6,7 @@ Every update takes 64 sequences in 8 micro-batches that count by their tokens. A
 once: the weights must agree to rounding, with clipping, warm-up and decay, and the loss must fall.
 """
 
+import argparse
 import functools
 
 import jax
@@ -83,6 +84,9 @@ def train(value_and_grad):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     model, losses = train(functools.partial(oa.value_and_grad, k=K, weight=counted_tokens))
     twin, _ = train(jax.value_and_grad)
     apart = optax.tree.norm(optax.tree.sub(nnx.state(model), nnx.state(twin)), ord=np.inf)

@@ -6,6 +6,7 @@ Every update takes 256 examples in 8 micro-batches. A twin takes them at once: t
 agree to rounding, and the loss must fall.
 """
 
+import argparse
 import functools
 
 import jax
@@ -55,6 +56,9 @@ def train(grad_fn):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     accumulated = oa.value_and_grad(loss_fn, K, weight=lambda batch: batch["mask"].sum())
     params, losses = train(accumulated)
     twin, _ = train(jax.value_and_grad(loss_fn))

@@ -12,6 +12,7 @@ from optax_accum import _accumulator as acc
 from optax_accum import _axis, _checks, _fits, _rows
 from optax_accum._call import HIDDEN, Call, Settings, checked_call
 from optax_accum._cond import cond, result_shapes
+from optax_accum._record import records
 from optax_accum._state import (
     AccumulateState,
     differentiated,
@@ -218,6 +219,7 @@ def _branches(
     """
     inner, params = settings.inner, call.params
     nested = bool(outermost_states(state.inner_state))
+    recorded = bool(records(state.inner_state))
 
     def update(gradient: optax.Updates, extra: dict[str, Any]) -> tuple[Any, Any]:
         updates, inner_state = inner.update(gradient, state.inner_state, params, **extra)
@@ -230,6 +232,8 @@ def _branches(
             extra.update(last=call.last, reduced_over=call.reduced_over)
             if call.loss_reduction != "sum":
                 extra.update(weight=window.weight_sum, from_outer_mean=True)
+        elif recorded:
+            extra.update(weight=window.weight_sum)
         if "grad" in extra:
             extra["grad"] = gradient
         value = acc.mean_value(window, call.loss_reduction)

@@ -101,8 +101,7 @@ def checked_call(
     elif settings.k != 1 and jax.tree.leaves(grads):
         raise ValueError(
             f"the state holds no window, being made by accumulate(inner, k=1), and k is now "
-            f"{settings.k}; type tx.init(params)._replace(inner_state=state.inner_state, "
-            "update_step=state.update_step)."
+            f"{settings.k}; type state = oa.convert_state(state, tx, params)."
         )
     known = 1.0
     if weight is not None:

@@ -57,7 +57,20 @@ def check_gradients(grad_sum: Any, grads: optax.Updates, accumulator_dtype: Any)
             )
         if jnp.shape(grad) != total.shape:
             raise ValueError(_shape_message(path, jnp.shape(grad), total.shape))
+        _check_sum(path, total.dtype, accumulator_dtype)
         check_kept(path, "gradient", jnp.result_type(grad), total.dtype, accumulator_dtype)
+
+
+def _check_sum(path: Any, dtype: Any, accumulator_dtype: Any) -> None:
+    """Raise for a sum whose dtype this window would not have: a checkpoint was cast, say."""
+    wanted = jnp.dtype(window_dtype(dtype, accumulator_dtype))
+    if dtype != wanted:
+        raise TypeError(
+            f"the state's grad_sum{at(path)} is {dtype.name}, expected {wanted.name} with "
+            f"accumulator_dtype={accumulator_dtype and jnp.dtype(accumulator_dtype).name}; restore "
+            "a checkpoint in the dtypes it was saved in, give accumulate the accumulator_dtype of "
+            "before, or type state = oa.convert_state(state, tx, params, cast=True)."
+        )
 
 
 def aligned(grads: optax.Updates, other: Any) -> list[Any]:

@@ -279,3 +279,12 @@ def _moved(x: Any, spec: Spec, mesh: Any) -> Any:
         numbers = jax.device_put(jax.random.key_data(x), NamedSharding(mesh, spec))
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
     return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def axis_sizes(options: dict[str, Any], tree: Any) -> list[tuple[str, int]]:
+    """The axes that `value_and_grad(mesh=..., batch_axes=...)` maps, and their sizes."""
+    if not (mesh := options.get("mesh")):
+        return []
+    mesh = _mesh_of(tree) if mesh is True else mesh
+    axes = options.get("batch_axes", "data")
+    return [(axis, mesh.shape[axis]) for axis in ([axes] if isinstance(axes, str) else axes)]

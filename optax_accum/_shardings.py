@@ -61,7 +61,7 @@ def state_specs(
     def row(spec: Spec) -> Spec:
         return Spec(axes if len(axes) != 1 else axes[0], *spec)
 
-    state = _shapes(tx, params)
+    state = state_shapes(tx, params)
     require_states(state)
     return _like_params(state, params, specs, Spec(), row)
 
@@ -129,7 +129,7 @@ def state_shardings(
             )
         return NamedSharding(sharding.mesh, Spec(names, *sharding.spec))
 
-    shapes = _shapes(tx, params)
+    shapes = state_shapes(tx, params)
     return jax.tree.map(
         _as_result, _like_params(shapes, params, shardings, replicated, row), shapes
     )
@@ -209,7 +209,8 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, Spec)
 
 
-def _shapes(tx: optax.GradientTransformation, params: Any) -> Any:
+def state_shapes(tx: optax.GradientTransformation, params: Any) -> Any:
+    """What `tx.init(params)` returns, each array replaced by its shape and dtype."""
     leaves, treedef = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if _checks.is_array(leaf)]
 

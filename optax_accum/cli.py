@@ -1,10 +1,12 @@
 """The command `optax-accum`: its arguments, and what is wrong with them."""
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from optax_accum._arguments import integer_from
+from optax_accum._planning_commands import add_batch, add_memory, add_plan, make_writable
 
 INTERRUPTED = 130  # what shells expect of a command that Ctrl-C ended
 
@@ -25,18 +27,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     _add_demo(commands)
+    for add in (add_batch, add_memory, add_plan):
+        add(commands)
     return parser
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "train a small language model with and without accumulation, and compare"
     demo = commands.add_parser("demo", help=text, description=text.capitalize() + ".")
-    positive = _integer_from(1)
+    positive = integer_from(1)
     for flag, kind, default, meaning in (
         ("--updates", positive, 60, "updates of each run"),
         ("--global-batch", positive, 64, "sequences of an update"),
         ("--k", positive, 8, "micro-batches that a global batch is split into"),
-        ("--seed", _integer_from(0, 2**32 - 1), 0, "of the weights and of the batches"),
+        ("--seed", integer_from(0, 2**32 - 1), 0, "of the weights and of the batches"),
     ):
         meaning += f" (default: {default})"
         demo.add_argument(flag, type=kind, default=default, metavar="N", help=meaning)
@@ -63,7 +67,7 @@ def _demo(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    _make_writable(args.out, args.error)
+    make_writable(args.out, args.error)
     finished = demo.main(
         updates=args.updates,
         global_batch=args.global_batch,
@@ -75,33 +79,9 @@ def _demo(args: argparse.Namespace) -> int:
     return 0 if finished else INTERRUPTED
 
 
-def _integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
-    span = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
-
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {span}")
-        return value
-
-    return integer
-
-
 def _remedy(global_batch: int, k: int) -> str:
     divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
     below = [d for d in divisors if d < k][-1:]
     above = [d for d in divisors if d > k][:1]
     fits = " or ".join(f"--k {d}" for d in below + above)
     return f"global batch of {global_batch} does not split into k={k} micro-batches; use {fits}"
-
-
-def _make_writable(directory: Path, error: Callable[[str], object]) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        error(f"--out: {directory} cannot be made a directory ({reason.strerror})")
-    if not os.access(directory, os.W_OK):
-        error(f"--out: {directory} cannot be written to; use another directory")

@@ -1,4 +1,4 @@
-"""Every example of the docstrings and every Python block of the README runs."""
+"""Every example of the docstrings and every Python block of README and "Coming from" runs."""
 
 import doctest
 import importlib
@@ -18,7 +18,7 @@ MODULES = ["optax_accum"] + [
     if module.name != "__main__"
 ]
 README = (PROJECT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = "README.md", "examples/coming_from.md"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -29,7 +29,14 @@ def test_docstring_examples(name):
 
 PUBLIC = {
     f"{home.__name__}.{name}": thing
-    for home in (optax_accum, optax_accum.diagnostics, optax_accum.planning, optax_accum.verify)
+    for home in (
+        optax_accum,
+        optax_accum.diagnostics,
+        optax_accum.linen,
+        optax_accum.nnx,
+        optax_accum.planning,
+        optax_accum.verify,
+    )
     for name, thing in vars(home).items()
     if inspect.isfunction(thing) and thing.__module__ == home.__name__ and name[0] != "_"
 }
@@ -45,9 +52,11 @@ def test_readme_has_no_gaps():
     assert not re.search(r"@\w+@|TODO", README)
 
 
-def test_readme_blocks():
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_of_a_page(page):
     """In one namespace, in order, as a reader would type them."""
-    assert BLOCKS
+    blocks = re.findall(r"```python\n(.*?)```", (PROJECT / page).read_text(), re.DOTALL)
+    assert blocks
     namespace = {}
-    for block in BLOCKS:
-        exec(compile(block, "README.md", "exec"), namespace)  # our own text
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)  # our own text

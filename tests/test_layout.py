@@ -10,16 +10,28 @@ import optax_accum
 
 ROOT = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_axis", "_checks", "_device_groups", "_rounding"},
-    {"_cond", "_fits", "_hlo", "_split"},
-    {"_accumulator", "_oracle", "_reductions"},
-    {"_aux", "_coupling", "_engines", "_shares", "_state"},
-    {"_call", "_program", "_rows", "_shardings"},
-    {"_advance", "_batch_axes", "_scan"},
-    {"_mesh", "_transform"},
-    {"_loop", "_micro_step", "_report", "diagnostics", "planning"},
-    {"_causes"},
-    {"verify"},
+    {"_axis", "_checks", "_device_groups", "_forwarding", "_rounding", "_units"},
+    {
+        "_arguments",
+        "_batch_arithmetic",
+        "_compiled_memory",
+        "_cond",
+        "_fits",
+        "_hlo",
+        "_hyperparameters",
+        "_nnx_graph",
+        "_size_search",
+        "_split",
+        "_target",
+    },
+    {"_accumulator", "_batch_stats", "_loss_scale", "_oracle", "_reductions", "_traffic"},
+    {"_aux", "_coupling", "_engines", "_merging", "_record", "_nnx_roles", "_shares", "_state"},
+    {"_call", "_held", "_program", "_rows", "_shardings"},
+    {"_advance", "_batch_axes", "_explain", "_memory", "_remedies", "_scan", "_windows"},
+    {"_convert", "_mesh", "_plan", "_transform"},
+    {"_fit", "_loop", "_micro_step", "_nnx_trial", "_report", "diagnostics"},
+    {"_causes", "_plan_report", "linen", "nnx", "planning"},
+    {"_planning_commands", "verify"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -30,6 +42,11 @@ RUNTIME = {"jax", "numpy", "optax", "optax_accum"}  # numpy comes with jax
 EXTRAS = {
     "demo": {"flax", "rich"},
     "_report": {"rich", "matplotlib"},
+    "_plan_report": {"rich", "matplotlib"},
+    "_nnx_graph": {"flax"},
+    "_nnx_roles": {"flax"},
+    "linen": {"flax"},
+    "nnx": {"flax"},
 }  # imported inside functions by the others
 
 
@@ -83,11 +100,14 @@ def test_exports():
     assert names == {
         "AccumulateState",
         "accumulate",
+        "adjust_loss_scale",
         "apply_gradients",
+        "convert_state",
         "diagnostics",
         "flush",
         "has_updated",
         "mark_last",
+        "merge_batch_stats",
         "micro_step",
         "planning",
         "refold",
@@ -96,6 +116,7 @@ def test_exports():
         "Stats",
         "value_and_grad",
         "verify",
+        "with_loss_scale",
     } | (names & set(MODULES))
     for name in names - set(MODULES):
         assert getattr(optax_accum, name).__doc__
