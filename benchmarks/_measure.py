@@ -1,30 +1,38 @@
 """Shared by the benchmarks: interleaved times, ratios of pairs, equality, compiled memory, rows.
 
 All methods of a case run in one process, in turn, so that what disturbs the machine disturbs them
-alike; a ratio is the median of the ratios of one round's pairs.
+alike; a ratio is the median of the ratios of one round's pairs. Beside wall time stands the
+process's CPU time: less true of waiting, more of a machine that others use.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 Tree = Any
 Row = dict[str, Any]
-Times = dict[str, list[float]]  # seconds by method, a number a round
-Order = Callable[[list[str], int], list[str]]  # (methods, round) -> methods
 
 
-def as_given(names: list[str], round_: int) -> list[str]:
-    """The same order in every round."""
-    del round_
-    return names
+class Sample(NamedTuple):
+    """Seconds of one call."""
+
+    wall: float
+    cpu: float  # of all threads of the process
+
+
+Times = dict[str, list[Sample]]  # by method, one a round
+
+FLOOR = "floor"
+# With this eps an update is nearly proportional to the gradient: a wrong scale shows.
+ADAMW = {"learning_rate": 0.1, "eps": 1.0}
+
+
+class WrongResult(AssertionError):
+    """A method computes something else, and so has no time."""
 
 
 def alternated(names: list[str], round_: int) -> list[str]:
@@ -34,26 +42,29 @@ def alternated(names: list[str], round_: int) -> list[str]:
     return turned[::-1] if round_ % 2 else turned
 
 
-def interleaved(
-    calls: dict[str, Callable[[], float]],
-    rounds: int,
-    order: Order = alternated,
-    after_round: Callable[[], None] = lambda: None,
-) -> Times:
-    """What each call returns (its seconds), round by round."""
+def interleaved(calls: dict[str, Callable[[], Sample]], rounds: int) -> Times:
+    """What each call returns, round by round."""
     times: Times = {name: [] for name in calls}
     for round_ in range(rounds):
-        for name in order(list(calls), round_):
+        for name in alternated(list(calls), round_):
             times[name].append(calls[name]())
-        after_round()
     return times
 
 
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+def timed(
+    calls: dict[str, Callable[[], Sample]], budget: float, fewest: int = 5, most: int = 200
+) -> Times:
+    """As many rounds as fit about `budget` seconds, after one that warms up."""
+    warm = interleaved(calls, 1)
+    rounds = int(budget / sum(times[-1].wall for times in warm.values()))
+    return interleaved(calls, min(max(rounds, fewest), most))
+
+
+def clocked(call: Callable[[], Any]) -> tuple[Sample, Any]:
     """(the seconds until all results of a call are there, the results)."""
-    start = time.perf_counter()
+    cpu, wall = time.process_time(), time.perf_counter()
     out = jax.block_until_ready(call())
-    return time.perf_counter() - start, out
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu), out
 
 
 def quartiles(numbers: Iterable[float]) -> tuple[float, float, float]:
@@ -61,29 +72,49 @@ def quartiles(numbers: Iterable[float]) -> tuple[float, float, float]:
     numbers = list(numbers)
     if len(numbers) == 1:
         return numbers[0], numbers[0], numbers[0]
-    low, median, high = statistics.quantiles(numbers, n=4)
+    low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return low, median, high
 
 
-def paired_ratios(times: list[float], floor: list[float]) -> list[float]:
-    """The ratio of each round."""
-    return [one / other for one, other in zip(times, floor, strict=True)]
+def paired_ratios(times: list[Sample], floor: list[Sample], clock: str = "wall") -> list[float]:
+    """The ratio of each round; 0 where a clock was too coarse to tell."""
+    pairs = zip(times, floor, strict=True)
+    return [getattr(a, clock) / (getattr(b, clock) or float("inf")) for a, b in pairs]
 
 
-def better(times: Times, left: str, right: str) -> str:
-    """The faster of two methods, by the median of their rounds' ratios."""
-    return left if statistics.median(paired_ratios(times[left], times[right])) <= 1 else right
+def fastest(times: Times, names: Iterable[str]) -> str:
+    """The fastest of some methods, by the median of their rounds' ratios."""
+    best, *rest = names
+    for name in rest:
+        if statistics.median(paired_ratios(times[name], times[best])) < 1:
+            best = name
+    return best
 
 
-def assert_equal(trees: dict[str, Tree], reference: str, allowed: Iterable[float]) -> None:
-    """A method that computes something else has no time; `allowed` differences, one a leaf."""
-    allowed = list(allowed)
-    for name, tree in trees.items():
-        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(trees[reference]), strict=True)
-        for (leaf, right), bound in zip(pairs, allowed, strict=True):
-            off = float(jnp.max(jnp.abs(leaf - right)))
-            if not off <= bound:  # a NaN is not
-                raise AssertionError(f"{name} differs from the {reference} by {off:g}")
+def check_equal(after: dict[str, Tree], reference: str, start: Tree, relative: float) -> None:
+    """Each method's parameters are the reference's, to `relative` of how far they moved.
+
+    And to four ulp of their own size; a loss among them starts from 0.
+    """
+    right = jax.device_get(after[reference])
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(right)]
+    starts = jax.tree.leaves(jax.device_get(start))
+    for method, tree in after.items():
+        leaves = jax.tree.leaves(jax.device_get(tree))
+        for name, leaf, good, old in zip(
+            names, leaves, jax.tree.leaves(right), starts, strict=True
+        ):
+            off = float(np.max(np.abs(leaf - good)))
+            allowed = relative * np.max(np.abs(good - old)) + 4 * _ulp(good)
+            if not off <= allowed:  # a NaN is not
+                raise WrongResult(
+                    f"{method} differs from {reference} by {off:g} in {name or 'the result'}, "
+                    f"expected at most {allowed:g}; what computes something else is not timed."
+                )
+
+
+def _ulp(x: np.ndarray) -> float:
+    return float(np.max(np.abs(x)) * np.finfo(x.dtype).eps)
 
 
 class Memory(NamedTuple):
@@ -102,46 +133,18 @@ def memory(compiled: Any) -> Memory | None:
     return Memory(kept + found.temp_size_in_bytes, found.temp_size_in_bytes)
 
 
+def compiled_to_be_read(lowered: Any) -> Any:
+    """A program of which only the structure counts, no time: on CPU its code is not optimised.
+
+    Its operations and buffers are those that it has otherwise.
+    """
+    quickly = None if on_accelerator() else {"xla_backend_optimization_level": "0"}
+    return lowered.compile(compiler_options=quickly)
+
+
 def tree_bytes(tree: Tree) -> int:
     """Bytes of all arrays of a tree: with parameters, P."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def show(rows: list[Row], as_json: bool, line: Callable[[Row], str]) -> None:
-    """All rows as JSON; or a line a row, under a heading a case."""
-    if as_json:
-        json.dump(rows, sys.stdout, indent=1)
-        return
-    case = None
-    for row in rows:
-        if row["case"] != case:
-            case = row["case"]
-            print(case, "on", jax.devices()[0].device_kind)
-        print(line(row), flush=True)
-
-
-def parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Options that all benchmarks share."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{prog}", description=description)
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def paired_row(case: str, method: str, times: Times, floor: str, unit: str) -> Row:
-    """A method's median and quartiles; its ratio to the floor, of each round's pair."""
-    low, median, high = quartiles(times[method])
-    ratio_low, ratio, ratio_high = quartiles(paired_ratios(times[method], times[floor]))
-    return {
-        "case": case,
-        "method": method,
-        "value": median,
-        "spread": [low, high],
-        "unit": unit,
-        "ratio_to_floor": ratio,
-        "ratio_spread": [ratio_low, ratio_high],
-        "floor": floor,
-        "rounds": len(times[method]),
-    }
 
 
 def memory_in_p(compiled: Any, params: Tree) -> Row:
@@ -151,3 +154,33 @@ def memory_in_p(compiled: Any, params: Tree) -> Row:
         "total_in_P": found and found.total / size,
         "temporaries_in_P": found and found.temporaries / size,
     }
+
+
+def row(case: str, method: str, value: float | None, unit: str, ratio: float | None) -> Row:
+    """What every row has."""
+    return {"case": case, "method": method, "value": value, "unit": unit, "ratio_to_floor": ratio}
+
+
+def missing_row(case: str, method: str, why: str) -> Row:
+    """A peer that the case cannot show, and why."""
+    return row(case, method, None, "", None) | {"missing": why}
+
+
+def paired_row(
+    case: str, method: str, times: Times, floor: str, unit: str, clock: str = "wall"
+) -> Row:
+    """A method's median and quartiles; its ratio to the floor, of each round's pair."""
+    low, median, high = quartiles(getattr(sample, clock) for sample in times[method])
+    ratios = paired_ratios(times[method], times[floor], clock)
+    ratio_low, ratio, ratio_high = quartiles(ratios)
+    return row(case, method, median, unit, ratio) | {
+        "spread": [low, high],
+        "ratio_spread": [ratio_low, ratio_high],
+        "cpu_ratio_to_floor": quartiles(paired_ratios(times[method], times[floor], "cpu"))[1],
+        "floor": floor,
+        "rounds": len(times[method]),
+    }
+
+
+def on_accelerator() -> bool:
+    return jax.default_backend() != "cpu"

@@ -2,12 +2,17 @@
 
 python -m benchmarks.collectives
 
-Read from the compiled programs, on the devices there are, or on 8 virtual ones where there is only
-a CPU. Nothing is run but one window of each method, whose gradients must be the big batch's.
+Read from the compiled programs, on the devices there are, or on 8 virtual ones of a CPU where there
+is only one. Nothing is run but one window of each method, whose gradients must be the big batch's.
+The floor is one reduction of the gradient, or of parameters in shards (FSDP) one gathering and one
+reduction: 2 P of bytes sent on a ring, but for the share that a device has.
 """
 
-import argparse
+import functools
 import json
+import os
+import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +22,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax import microbatching
 
 import optax_accum as oa
-from benchmarks import _transformer
+from benchmarks import _measure, _peers, _report, _transformer
 
-K, SEQUENCES = 4, 8  # micro-batches; sequences of a micro-batch on each device
+CASE = "collectives"
+K, SEQUENCES = 4, 2  # micro-batches; sequences of a micro-batch on each device
 SHAPE = _transformer.Shape(
     layers=4, width=128, heads=4, length=32, vocabulary=256, unrolled=False, bfloat16=False
 )
+UNIT = "bytes sent by a device in a window (ring)"
 Tree = Any
 
 
@@ -47,23 +53,18 @@ def loss_fsdp(mesh: Mesh) -> Callable[[Tree, jax.Array], jax.Array]:
 
 def methods(mesh: Mesh, specs: Tree) -> dict[str, tuple[bool, Callable[..., Any]]]:
     """By name: are the parameters in shards (FSDP), and (params, tokens) -> (loss, grads)."""
-    split = microbatching.microbatch(
-        jax.value_and_grad(loss),
-        argnums=1,
-        microbatch_size=SEQUENCES * mesh.size,
-        accumulator=microbatching.AccumulationType.MEAN,
-    )
     once = oa.value_and_grad(loss, K, mesh=mesh)
     to_shards = oa.value_and_grad(loss, K, mesh=mesh, grad_specs=specs)
     return {
-        "one big batch": (False, jax.value_and_grad(loss)),
-        "optax.microbatch": (False, split),
-        "value_and_grad": (False, oa.value_and_grad(loss, K)),
-        "value_and_grad, mesh": (False, once),
-        "value_and_grad, mesh, grad_specs": (False, to_shards),
+        _peers.BIG: (False, jax.value_and_grad(loss)),
+        _peers.SCAN: (False, _peers.hand_written_scan(loss, K)),
+        _peers.MICROBATCH: (False, _peers.microbatch(loss, SEQUENCES * mesh.size)),
+        "oa.value_and_grad": (False, oa.value_and_grad(loss, K)),
+        "oa.value_and_grad, mesh": (False, once),
+        "oa.value_and_grad, mesh, grad_specs": (False, to_shards),
         "FSDP: one big batch": (True, jax.value_and_grad(loss_fsdp(mesh))),
-        "FSDP: value_and_grad": (True, oa.value_and_grad(loss_fsdp(mesh), K)),
-        "FSDP: value_and_grad, mesh": (True, to_shards),
+        "FSDP: oa.value_and_grad": (True, oa.value_and_grad(loss_fsdp(mesh), K)),
+        "FSDP: oa.value_and_grad, mesh": (True, to_shards),
         "FSDP: the same, gather a micro-batch": (
             True,
             oa.value_and_grad(loss, K, mesh=mesh, grad_specs=specs, gather="micro_batch"),
@@ -91,7 +92,7 @@ def by_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
     state = oa.refold(tx.init(params), mesh.size)
     state = jax.device_put(state, oa.state_shardings(tx, params, axis_name="data"))
     parts = [place(part, mesh, P("data")) for part in jnp.split(jax.device_get(tokens), K)]
-    compiled = jax.jit(mapped).lower(params, state, parts[0]).compile()
+    compiled = _measure.compiled_to_be_read(jax.jit(mapped).lower(params, state, parts[0]))
     start, values = params, []
     for part in parts:
         value, params, state = compiled(params, state, part)
@@ -99,9 +100,10 @@ def by_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
     return compiled, (jnp.stack(values).mean(), optax.tree.sub(params, start))
 
 
-def by_plain_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tree]:
-    """The same of `optax.MultiSteps`, whose every micro-gradient the compiler reduces."""
-    tx = optax.MultiSteps(optax.sgd(-1.0), K).gradient_transformation()
+def by_plain_calls(
+    tx: optax.GradientTransformation, mesh: Mesh, params: Tree, tokens: jax.Array
+) -> tuple[Any, Tree]:
+    """The same of a transformation in plain jit: the compiler reduces every micro-gradient."""
 
     def micro_step(params: Tree, state: Any, tokens: jax.Array) -> tuple[Any, Tree, Any]:
         value, grads = jax.value_and_grad(loss)(params, tokens)
@@ -110,7 +112,7 @@ def by_plain_calls(mesh: Mesh, params: Tree, tokens: jax.Array) -> tuple[Any, Tr
 
     state = place(tx.init(params), mesh, P())
     parts = [place(part, mesh, P("data")) for part in jnp.split(jax.device_get(tokens), K)]
-    compiled = jax.jit(micro_step).lower(params, state, parts[0]).compile()
+    compiled = _measure.compiled_to_be_read(jax.jit(micro_step).lower(params, state, parts[0]))
     start, values = params, []
     for part in parts:
         value, params, state = compiled(params, state, part)
@@ -155,16 +157,20 @@ def measure() -> list[dict[str, Any]]:
         if fsdp:
             grads = jax.tree.map(lambda leaf: leaf.sharding, shards)
             out = (NamedSharding(mesh, P()), grads)
-        compiled = jax.jit(method, out_shardings=out).lower(given, spread).compile()
+        lowered = jax.jit(method, out_shardings=out).lower(given, spread)
+        compiled = _measure.compiled_to_be_read(lowered)
         check_equal(name, compiled(given, spread), right)
         rows.append(row(name, compiled, size, mesh.size))
+    multi_steps = optax.MultiSteps(optax.sgd(-1.0), K).gradient_transformation()
+    apply_every = optax.chain(optax.sgd(-1.0 / K), optax.apply_every(K))
     for name, calls in (
-        ("accumulate, axis_name", by_calls),
-        ("optax.MultiSteps, plain jit", by_plain_calls),
+        ("oa.accumulate, axis_name", by_calls),
+        (_peers.MULTI_STEPS, functools.partial(by_plain_calls, multi_steps)),
+        (_peers.APPLY_EVERY, functools.partial(by_plain_calls, apply_every)),
     ):
         compiled, got = calls(mesh, whole, tokens)
         check_equal(name, got, right)
-        rows.append(row(f"K calls: {name}", compiled, size, mesh.size, calls=K))
+        rows.append(row(f"{name}, k calls", compiled, size, mesh.size, calls=K))
     return rows
 
 
@@ -173,7 +179,7 @@ def check_equal(name: str, got: Tree, right: Tree) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
         off = float(jnp.max(jnp.abs(jax.device_get(a) - jax.device_get(b))))
         if not off <= 1e-3 * float(jnp.max(jnp.abs(b))):
-            raise AssertionError(f"{name} differs from the big batch by {off:g}")
+            raise _measure.WrongResult(f"{name} differs from the big batch by {off:g}")
 
 
 def row(name: str, compiled: Any, size: int, devices: int, calls: int = 1) -> dict[str, Any]:
@@ -188,36 +194,41 @@ def row(name: str, compiled: Any, size: int, devices: int, calls: int = 1) -> di
         total = one.bytes * one.runs * (1 if one.in_conditional else calls)
         moved[kind] += total
         in_loops += total if one.in_loop else 0
-    ring = 2 * moved["all-reduce"] + moved["reduce-scatter"] + moved["all-gather"]
-    memory = compiled.memory_analysis()
-    return {
-        "case": f"collectives, {devices} devices, k={K}",
-        "method": name,
-        "value": ring * (devices - 1) // devices,
-        "unit": "bytes sent by a device in a window (ring)",
+    sent = 2 * moved["all-reduce"] + moved["reduce-scatter"] + moved["all-gather"]
+    memory = _measure.memory(compiled)
+    ring = _measure.row(CASE, name, sent * (devices - 1) // devices, UNIT, sent / (2 * size))
+    return ring | {
+        "setting": f"{devices} {jax.devices()[0].device_kind} devices, k={K}",
+        "k": K,
+        "devices": devices,
         "in_P": {kind: bytes_ / size for kind, bytes_ in moved.items()},
         "in_loops_in_P": in_loops / size,
-        "temporaries_in_P": memory.temp_size_in_bytes / size if memory else None,
+        "temporaries_in_P": memory and memory.temporaries / size,
     }
 
 
+def rows(scale: str) -> list[_measure.Row]:
+    """The case, at any scale; in a process of its own where this one has only one device."""
+    del scale
+    if jax.device_count() > 1:
+        return measure()
+    if _measure.on_accelerator():
+        print("collectives: one accelerator, so on 8 virtual CPU devices", file=sys.stderr)
+    root = pathlib.Path(__file__).parent.parent
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.collectives", "--json"]
+    ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise _measure.WrongResult(f"collectives: {ran.stderr.strip().splitlines()[-1]}")
+    return json.loads(ran.stdout)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = _report.parser("collectives", __doc__)
     options = parser.parse_args(argv)
     if jax.default_backend() == "cpu" and jax.device_count() == 1:
         parser.error("one device communicates nothing; type JAX_NUM_CPU_DEVICES=8 before it")
-    rows = measure()
-    if options.json:
-        json.dump(rows, sys.stdout, indent=1)
-        return 0
-    print(rows[0]["case"], "on", jax.devices()[0].device_kind)
-    print("P is the parameters' bytes; a row is the big batch's gradient, a window of it")
-    kinds = list(rows[0]["in_P"])
-    print(f"{'':38}" + "".join(f"{kind:>16}" for kind in [*kinds, "in loops", "temporaries"]))
-    for one in rows:
-        numbers = [*one["in_P"].values(), one["in_loops_in_P"], one["temporaries_in_P"] or 0]
-        print(f"{one['method']:38}" + "".join(f"{number:14.2f} P" for number in numbers))
+    _report.show(measure(), options.json)
     return 0
 
 

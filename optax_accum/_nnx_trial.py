@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from optax_accum import _checks, _forwarding, _mesh
 from optax_accum._nnx_graph import Apart, Item, check_same, put_together, take_apart
 
+_CONSTANT = -1  # in place of the number of an input
+
 
 def written(loss_fn: Any, k: Any, chosen: Any, options: Any, apart: Any) -> set[int] | Exception:
     """The Items that the forward pass of a micro-batch writes to."""
@@ -76,10 +78,10 @@ def _tried(
     jaxpr = jax.make_jaxpr(after, axis_env=list(axes))(arrays).jaxpr
     found = iter(_forwarding.forwarded(jaxpr))
     number = itertools.count()
-    trees, numbers = treedef.unflatten([next(number) if t else None for t in traced])
+    trees, numbers = treedef.unflatten([next(number) if t else _CONSTANT for t in traced])
 
     def moved(tree: Any) -> bool:
-        return any([at != next(found) for at in jax.tree.leaves(tree)])
+        return any([next(found) != at and at != _CONSTANT for at in jax.tree.leaves(tree)])
 
     return [i for i in wrt if moved(trees[i])], {i for i, at in enumerate(numbers) if moved(at)}
 

@@ -1,8 +1,8 @@
 """Before training: the arithmetic of batches, memory, the micro-batch that fits, traffic.
 
-When not to accumulate: where the big batch fits; on one device, where a small batch with its own beta
-(:func:`scale_beta`) trains as well; and never with micro-batches smaller than memory asks for, which
-waste the machine (`fit(..., time=True)`).
+When not to accumulate: where the big batch fits; on one device, where a small batch with its own
+beta (:func:`scale_beta`) trains as well; and never with micro-batches smaller than memory asks for,
+which waste the machine (`fit(..., time=True)`).
 """
 
 from optax_accum._batch_arithmetic import Batch as Batch

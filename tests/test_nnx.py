@@ -120,6 +120,10 @@ def scaled(model, extra, x, y):
     return jnp.mean((model(x) * extra["scale"] - y) ** 2)
 
 
+def scaled_by(extra, model, x, y):
+    return scaled(model, extra, x, y)
+
+
 def of_two(models, x, y):
     return jnp.mean((models["a"](x) + models["b"][0](x) - y) ** 2)
 
@@ -144,6 +148,7 @@ CASES = {
     ),
     "one path": lambda: ((MLP(nnx.Rngs(0)),), loss_fn, nnx.DiffState(0, nnx.PathContains("a"))),
     "two arguments": lambda: ((MLP(nnx.Rngs(0)), SCALE), scaled, (0, 1)),
+    "a Python number first": lambda: (({"scale": 2.0}, Tied(nnx.Rngs(0))), scaled_by, (0, 1)),
     "in containers": lambda: (
         ({"a": MLP(nnx.Rngs(0)), "b": (MLP(nnx.Rngs(1)),)},),
         of_two,
@@ -724,6 +729,24 @@ def test_no_parameter_sized_temporary(how):
 
     assert temporaries(oa.nnx.Optimizer) < 0.2
     assert temporaries(nnx.Optimizer) > 0.9
+
+
+def test_a_frozen_base_is_neither_copied_nor_carried():
+    """Rematerialised, so that all of it comes out of the forward pass, and with dropout."""
+    model = nnx.Sequential(
+        *(nnx.LoRALinear(128, 128, lora_rank=2, rngs=nnx.Rngs(i)) for i in range(4)),
+        nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+    )
+    graphdef, state = nnx.split(model)
+    loss = lambda model, x: jnp.mean(nnx.remat(lambda m, x: m(x))(model, x) ** 2)  # noqa: E731
+
+    def pure(state, x):
+        model = nnx.merge(graphdef, state)
+        value = oa.nnx.value_and_grad(loss, 4, wrt=nnx.LoRAParam)(model, x)
+        return value, nnx.state(model, nnx.RngCount)
+
+    compiled = jax.jit(pure).lower(state, jnp.ones((8, 128))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 4 * 128 * 128 * 4
 
 
 def test_adapters_over_a_frozen_base():
