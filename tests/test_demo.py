@@ -75,7 +75,7 @@ def test_ctrl_c_shows_what_there_is(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     shown = json.loads(printed.out)
     assert [run["inner_calls"] for run in shown["runs"]] == [2, 2]
-    assert "interrupted after 2 of 12 updates" in printed.err
+    assert "interrupted after 2 of 8 updates" in printed.err
     assert Path(shown["picture"]).exists()
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from conftest import FAST
 
 PROCESSES = 2
 SECONDS = 120  # for a pair on a busy machine; on a quiet one it needs about 6
@@ -40,8 +41,7 @@ def task(name, folder):
 @contextlib.contextmanager
 def started(commands, folder):
     """The processes, which are no more afterwards."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST}  # the same bits as here
     processes = []
     try:
         for i, command in enumerate(commands):
