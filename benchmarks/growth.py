@@ -34,7 +34,7 @@ SIZES = {  # by what grows
     "quick": {
         "k": of_k((1, 16, 256), 128),
         "parameters": of_parameters((64, 1024)),
-        "leaves": of_leaves((1, 16, 2000), 128_000_000),
+        "leaves": of_leaves((16, 2000), 128_000_000),
     },
     "full": {
         "k": of_k((1, 2, 4, 16, 64, 256), 256),
