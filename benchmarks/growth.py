@@ -3,7 +3,8 @@
 The windows are those of the case optimizer. The leaves share the same bytes among them, so that
 what each leaf costs by itself shows: `per_byte_of_16` is a window's time a byte, over that of 16
 leaves. 512 MB are a small model of 2,000 leaves; with less in each, jax's microsecond for every
-array is most of what is measured (`known.md`). SGD, whose program for 2,000 leaves compiles in seconds.
+array is most of what is measured (`known.md`). SGD, whose program for 2,000 leaves compiles in
+seconds.
 """
 
 from benchmarks import _measure, _peers, optimizer_bound

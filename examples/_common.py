@@ -20,17 +20,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 def arguments(description: str | None, updates: int) -> argparse.ArgumentParser:
     """A parser with the options of a `Run`; add an example's own to it."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [options]   (all: %(prog)s --help)",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options = (
-        ("--updates", int, updates, "updates to make (default: %(default)s)"),
-        ("--checkpoint-dir", pathlib.Path, None, "keep checkpoints here, go on from the newest"),
-        ("--checkpoint-every", int, 3, "calls between checkpoints (default: %(default)s)"),
-        ("--stop-after", int, None, "stop after so many calls, as Ctrl-C would"),
+        ("--updates", positive, updates, "updates to make (default: %(default)s)"),
+        ("--checkpoint-dir", directory, None, "keep checkpoints here, go on from the newest"),
+        ("--checkpoint-every", positive, 3, "calls between checkpoints (default: %(default)s)"),
+        ("--stop-after", positive, None, "stop after so many calls, as Ctrl-C would"),
     )
     for name, kind, default, text in options:
         parser.add_argument(name, type=kind, default=default, help=text)
     return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of 1 or more")
+    return int(text)
+
+
+def directory(text: str) -> pathlib.Path:
+    path = pathlib.Path(text).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        message = f"{text} cannot be made a directory ({reason.strerror}); use another"
+        raise argparse.ArgumentTypeError(message) from None
+    return path
 
 
 class Run:
@@ -51,10 +69,21 @@ class Run:
         self.manager = None
         if parsed.checkpoint_dir is not None:
             options = ocp.CheckpointManagerOptions(max_to_keep=2)
-            self.manager = ocp.CheckpointManager(parsed.checkpoint_dir.absolute(), options=options)
+            self._claim(parsed.checkpoint_dir, parsed.updates)
+            self.manager = ocp.CheckpointManager(parsed.checkpoint_dir, options=options)
         shown = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[now]}"
         self.bar = Progress(*shown, console=Console(stderr=True))
         self.task = self.bar.add_task("updates", total=parsed.updates, now="compiling")
+
+    def _claim(self, where: pathlib.Path, updates: int) -> None:
+        """The directory belongs to the first run in it: this program, with as many updates."""
+        own = f"{pathlib.Path(sys.argv[0]).stem} --updates {updates}"
+        owner = where / "run.txt"
+        if not any(path.name.isdigit() for path in where.iterdir()):  # no checkpoint yet
+            owner.write_text(own)
+        kept = owner.read_text() if owner.exists() else "another program"
+        if kept != own:
+            sys.exit(f"--checkpoint-dir: {where} holds a run of {kept}, not of {own}; use another")
 
     def __enter__(self) -> Self:
         """Ctrl-C, or a polite kill, waits for the call that is running; a second one does not."""

@@ -23,7 +23,7 @@ def integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def size(text: str) -> int:
-    """Reads bytes: 16GiB, 80GB, 512."""
+    """Reads bytes: 16GiB, 80GB, 4096."""
     return _read(_units.parse_bytes, text)
 
 

@@ -1,6 +1,7 @@
 """What a compiled update needs on a device, by the compiler's own account."""
 
 import functools
+import inspect
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ def compiled(update: Any, arguments: tuple[Any, ...], named: str) -> Any:
             f"make_update returned {_checks.described(update)}, expected a jitted function, so "
             "that it is compiled as you run it; type jax.jit(update, donate_argnums=(0, 1))."
         )
+    _check_number(update, arguments)
     try:
         return update.lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what cannot fit
@@ -41,8 +43,45 @@ def compiled(update: Any, arguments: tuple[Any, ...], named: str) -> Any:
             return None
         raise
     except Exception as error:
-        error.add_note(f"This came up while the update was compiled for {named}.")
+        _check_shapes(arguments, error)
+        error.add_note(
+            f"This came up while the update was compiled for {named}. Its arguments are what "
+            f"shapes returned, {_described(arguments)}; expected params, state, batch."
+        )
         raise
+
+
+def _check_number(update: Any, arguments: tuple[Any, ...]) -> None:
+    """Whether the update takes so many."""
+    try:
+        signature = inspect.signature(update)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"shapes returned {len(arguments)} arguments, {_described(arguments)}, expected those "
+            f"of the update, {signature} ({error}); type return params, state, batch."
+        ) from None
+
+
+def _check_shapes(arguments: tuple[Any, ...], error: Exception) -> None:
+    """Whether an argument that cannot be used is a shape without a dtype."""
+    for i, given in enumerate(arguments):
+        if type(given) in (tuple, list) and given and all(map(_is_size, given)):
+            raise TypeError(
+                f"shapes returned {given} as argument {i}, expected arrays by shape and dtype; "
+                f"type jax.ShapeDtypeStruct({tuple(given)}, jnp.float32)."
+            ) from error
+
+
+def _is_size(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _described(arguments: tuple[Any, ...]) -> str:
+    return ", ".join(map(_checks.described, arguments))
 
 
 def memory_of(executable: Any) -> Compiled:

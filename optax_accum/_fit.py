@@ -11,6 +11,7 @@ from optax_accum._plan import Plan, Size
 from optax_accum._remedies import Remedy, remedies
 from optax_accum._size_search import Search, predicted, search
 
+LEAST = 0.01  # of the total: what donation would save, to be worth a line
 SHARE = 0.95  # of what a device reports: the rest is for what the compiler does not account for
 
 
@@ -68,9 +69,9 @@ def fit(
       `remedies` says what would help, each estimated by itself.
 
     Raises:
-      ValueError, TypeError: for a budget that is missing on a device that reports none, a global
-        batch that the replicas do not divide, an update that is not jitted, and a backend that
-        does not tell its memory.
+      ValueError, TypeError: for a budget that is missing on a device that reports none or lacks its
+        unit (16), a global batch that the replicas do not divide, an update that is not jitted,
+        shapes that are not those of its arguments, and a backend that does not tell its memory.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -96,7 +97,7 @@ def fit(
     )
     sizes, executables = divisors(asked.examples), {}
     device = cm.device_of(asked.arguments(sizes[0]))
-    limit = cm.available(device, SHARE) if budget is None else _units.parse_bytes("budget", budget)
+    limit = cm.available(device, SHARE) if budget is None else _units.parse_large("budget", budget)
 
     def needs(size: int) -> float:
         executables[size] = asked.compiled(size)
@@ -111,6 +112,7 @@ def fit(
     plan = _plan(_rows(found, sizes, whole, limit, speeds), asked, limit)._replace(
         compilations=len(found.seen), platform=f"{device.platform} ({device.device_kind})"
     )
+    plan = plan._replace(notes=tuple(_notes(plan, found, executables, asked)))
     if plan.micro_batch is None:
         return plan._replace(remedies=_helping(found, executables, asked, limit))
     return plan
@@ -163,6 +165,24 @@ def _split(global_batch: int, replicas: int) -> tuple[int, int]:
     return total // n, n
 
 
+def _notes(plan: Plan, found: Search, executables: dict[int, Any], asked: _Asked) -> list[str]:
+    """What is likely a mistake, though it compiles."""
+    notes = []
+    many = [needed for size, needed in found.seen.items() if size < asked.examples]
+    if asked.takes_all() and len(many) > 1 and len(set(many)) == 1:
+        notes.append("every size needs the same: do make_update and shapes use micro_batch and k?")
+    if plan.micro_batch is None:  # donation is among the remedies
+        return notes
+    arguments = asked.arguments(plan.micro_batch)
+    memory = cm.memory_of(executables[plan.micro_batch])
+    which = (0, 1) if len(arguments) > 2 else 0
+    saves = min(memory.outputs, _held.on_a_device(arguments[:2] if which else arguments[:1]))
+    if memory.aliased == 0 and saves >= LEAST * memory.total:
+        how = f"donate_argnums={which} would save about {_units.show(saves)}"
+        notes.append(f"the update donates nothing: {how}")
+    return notes
+
+
 def _rows(
     found: Search, sizes: list[int], whole: int | None, budget: int, speeds: dict[int, float]
 ) -> tuple[Size, ...]:
@@ -172,12 +192,13 @@ def _rows(
         seen = found.seen.get(size)
         expected = predicted(line, size) if seen is None else found.expected[size]
         needed = expected if seen is None else seen
+        over = any(at < size and n > budget for at, n in found.seen.items())
         return Size(
             micro_batch=size,
             k=sizes[-1] // size,
             predicted=None if expected is None else round(expected),
             compiled=None if seen is None or math.isinf(seen) else round(seen),
-            fits=needed is not None and needed <= budget,
+            fits=(False if over else None) if needed is None else needed <= budget,
             seconds=speeds.get(size),
         )
 
@@ -197,12 +218,17 @@ def _plan(rows: tuple[Size, ...], asked: _Asked, budget: int) -> Plan:
         predicted=best and best.predicted,
         verified=best and best.compiled,
         budget=budget,
-        sizes=rows,
+        sizes=tuple(_shown(row, best) for row in rows),
         compilations=0,
         calls=best and (1 if asked.takes_all() else best.k),
         platform="",
         remedies=(),
     )
+
+
+def _shown(row: Size, best: Size | None) -> Size:
+    """Without what had been expected of a point of the line: the line is another now."""
+    return row if row == best or row.compiled is None else row._replace(predicted=None)
 
 
 def _helping(

@@ -13,9 +13,9 @@ class Size(NamedTuple):
 
     micro_batch: int
     k: int
-    predicted: int | None  # bytes on a device; for a compiled size, what had been expected of it
+    predicted: int | None  # bytes on a device; of compiled sizes only the recommended one has it
     compiled: int | None  # bytes on a device, by the compiler; None where it was not asked
-    fits: bool
+    fits: bool | None  # None where nothing is known of it
     seconds: float | None = None  # for an example, where it was timed
 
 
@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     calls: int | None  # of the update in a window: k, or 1 where one call takes a global batch
     platform: str  # that it was compiled for
     remedies: tuple[Remedy, ...]  # where nothing fits
+    notes: tuple[str, ...] = ()  # what may be amiss with the update or its shapes
 
     def __str__(self) -> str:
         lines = [*summary(self), "", _units.columns(table(self), right=(0, 1, 2, 3))]
@@ -53,10 +54,13 @@ def summary(plan: Plan) -> list[str]:
         verified = _units.show(plan.verified or 0)
         first = f"micro-batch {plan.micro_batch} x {cut} = global batch {plan.global_batch}: "
         first += f"{verified} a device{_expected(plan)}, within {limit}"
-    lines = [first, f"compiled {plan.compilations} times, for {plan.platform}{_caution(plan)}"]
+    times = f"{plan.compilations} time{'s' * (plan.compilations != 1)}"
+    lines = [first, f"compiled {times}, for {plan.platform}{_caution(plan)}"]
     if plan.micro_batch is not None and plan.micro_batch != plan.largest:
         lines.append(f"the fastest for an example; the largest that fits is {plan.largest}")
-    return lines
+    if any(row.fits is None for row in plan.sizes):
+        lines.append("?: not tried; type --compilations 5, or compilations=5")
+    return [*lines, *plan.notes]
 
 
 def table(plan: Plan) -> list[tuple[str, ...]]:
@@ -69,7 +73,7 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
             str(row.k),
             "-" if row.predicted is None else _units.show(row.predicted),
             "-" if row.compiled is None else _units.show(row.compiled),
-            "yes" if row.fits else "no",
+            "?" if row.fits is None else _verdict(row.fits),
             *([_speed(row)] if timed else []),
         )
         for row in shown(plan)
@@ -92,12 +96,12 @@ def shown(plan: Plan) -> list[Size]:
 def remedy_table(plan: Plan) -> list[tuple[str, ...]]:
     """What would help, what would then be needed, and whether that is enough."""
     header = ("what would help", "then needs", "fits", "how")
-    rows = [(r.what, _units.show(r.total), _verdict(r), r.how) for r in plan.remedies]
+    rows = [(r.what, _units.show(r.total), _verdict(r.fits), r.how) for r in plan.remedies]
     return [header, *rows]
 
 
-def _verdict(remedy: Remedy) -> str:
-    return "yes" if remedy.fits else "no"
+def _verdict(fits: bool) -> str:
+    return "yes" if fits else "no"
 
 
 def _smallest(plan: Plan) -> str:

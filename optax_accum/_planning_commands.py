@@ -50,7 +50,7 @@ def add_batch(commands: Commands) -> None:
 
 def add_memory(commands: Commands) -> None:
     text = "memory of a device by a formula: weights, window, optimizer, activations"
-    parser = _parser(commands, "memory", text, _show_memory)
+    parser = _parser(commands, "memory", text, _show_memory, "--parameters N ")
     parser.add_argument(
         "--parameters",
         type=_arguments.count,
@@ -58,15 +58,18 @@ def add_memory(commands: Commands) -> None:
         metavar="N",
         help="of the model: 7B, 125M, 7e9",
     )
-    for flag, choices in (
-        ("--optimizer", tuple(_memory.OPTIMIZERS)),
-        ("--precision", tuple(_memory.PRECISIONS)),
-        ("--engine", ("carry", "refs")),
-        ("--reduction", ("micro_batch", "window")),
+    for flag, choices, meaning in (
+        ("--optimizer", tuple(_memory.OPTIMIZERS), "whose state is held"),
+        ("--precision", tuple(_memory.PRECISIONS), "of weights and gradients"),
+        ("--engine", ("carry", "refs"), "carry has a micro-gradient beside the window, refs none"),
+        (
+            "--reduction",
+            ("micro_batch", "window"),
+            "of gradients over devices: each micro-batch, or once",
+        ),
     ):
-        parser.add_argument(
-            flag, choices=choices, default=choices[0], help=f"(default: {choices[0]})"
-        )
+        meaning += f" (default: {choices[0]})"
+        parser.add_argument(flag, choices=choices, default=choices[0], help=meaning)
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--accumulator-dtype", choices=dtypes, help="of the window")
     _add_numbers(
@@ -90,7 +93,7 @@ def add_memory(commands: Commands) -> None:
 
 def add_plan(commands: Commands) -> None:
     text = "the largest micro-batch that fits, by compiling your own update"
-    parser = _parser(commands, "plan", text, _show_plan)
+    parser = _parser(commands, "plan", text, _show_plan, "module:function --global-batch N ")
     parser.add_argument(
         "target",
         metavar="module:function",
@@ -132,9 +135,11 @@ def make_writable(directory: Path, error: Callable[[str], object]) -> None:
 
 
 def _parser(
-    commands: Commands, name: str, text: str, run: Callable[..., int]
+    commands: Commands, name: str, text: str, run: Callable[..., int], required: str = ""
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    usage = f"optax-accum {name} {required}[options]   (all: optax-accum {name} --help)"
+    description = text[0].upper() + text[1:] + "."
+    parser = commands.add_parser(name, help=text, description=description, usage=usage)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(command=run, error=parser.error)
     return parser

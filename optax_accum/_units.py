@@ -1,10 +1,11 @@
 """Numbers as people write them: 16GiB, 0.5GB, 7B parameters; parsed, and printed plainly."""
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+LEAST = 1024  # bytes; fewer are not meant
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BYTES = {name.lower(): size for name, size in (DECIMAL | BINARY | {"": 1}).items()}
 _NUMBER = re.compile(
@@ -13,9 +14,32 @@ _NUMBER = re.compile(
 
 
 def parse_bytes(name: str, given: Any) -> int:
-    """Bytes from a number or a text: 16GiB is 16 * 2**30, 80GB is 80 * 10**9, 512 is 512."""
+    """Bytes from a number or a text: 16GiB is 16 * 2**30, 80GB is 80 * 10**9, 4096 is 4096.
+
+    A text of a number below 1024, such as 16, has surely lost its unit.
+    """
     expected = "bytes as a number or as text; type 16GiB (2**30 each), 80GB (10**9 each) or 512MB"
-    return _parsed(name, given, _BYTES, expected)
+    found = _parsed(name, given, _BYTES, expected)
+    lacks_unit = isinstance(given, str) and not given.strip()[-1].isalpha()
+    if lacks_unit and 0 < float(given) < LEAST:
+        _refuse_small(name, given)
+    return found
+
+
+def parse_large(name: str, given: Any) -> int:
+    """As :func:`parse_bytes`, of a whole device: a small number has lost its unit, too."""
+    found = parse_bytes(name, given)
+    if not isinstance(given, str) and 0 < given < LEAST:
+        _refuse_small(name, given)
+    return found
+
+
+def _refuse_small(name: str, given: Any) -> NoReturn:
+    number = str(given).strip()
+    raise ValueError(
+        f"{name} is {given!r}, which is in bytes, expected a unit with it; type {number}GB, "
+        f"{number}GiB or {number}MB."
+    )
 
 
 def parse_count(name: str, given: Any) -> int:

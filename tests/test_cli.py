@@ -104,6 +104,24 @@ def test_plan(train, capsys, tmp_path):
     assert [row["micro_batch"] for row in found["sizes"]] == [2**i for i in range(9)]
 
 
+def test_plan_tells_what_was_not_tried(train, capsys):
+    arguments = ["plan", f"{train}:plan", "--budget", "30kB", "--global-batch", "4"]
+    _, out, _ = run(capsys, *arguments, "--compilations", "1", "--json")
+    assert [row["fits"] for row in json.loads(out)["sizes"]] == [True, None, None]
+
+
+@pytest.mark.parametrize("command", ["batch", "memory", "plan"])
+def test_usage_is_short_and_all_options_have_help(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--never"])
+    assert len(capsys.readouterr().err.splitlines()) <= 3
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert all(f"{flag} " in out for flag in ("--json", "-h,"))
+    assert command != "memory" or ("micro-gradient" in out and "of gradients over" in out)
+
+
 def test_plan_where_nothing_fits(train, capsys):
     arguments = ["plan", f"{train}:plan", "--budget", "5kB", "--global-batch", "8", "--time"]
     status, out, _ = run(capsys, *arguments, "--out", "pictures")
@@ -132,6 +150,8 @@ def test_plan_where_nothing_fits(train, capsys):
         ("memory --parameters 7B --optimizer adamax", "invalid choice: 'adamax'"),
         ("plan TRAIN:plan --budget 16GiB", "--global-batch"),
         ("plan TRAIN:plan --budget 16gigs --global-batch 8", "got '16gigs', expected bytes"),
+        ("plan TRAIN:plan --budget 16 --global-batch 8", "got '16', expected a unit"),
+        ("batch --k 4 --micro-batch 4 --activation-per-sample 0.5", "type 0.5GB, 0.5GiB"),
         ("plan TRAIN:plan --global-batch 8", "cpu reports no limit of its memory"),
         ("plan TRAIN:plan --global-batch 8", "type --budget '16GiB'"),
         ("plan TRAIN.py:plan --budget 1GB --global-batch 8", "type TRAIN:plan"),

@@ -86,6 +86,37 @@ def test_ctrl_c_lets_the_call_end_and_keeps_it(monkeypatch, tmp_path, capsys):
     assert calls == list(range(7, 12))
 
 
+@pytest.mark.parametrize(
+    "arguments", ["--updates 0", "--checkpoint-every 0", "--stop-after x", "--checkpoint-dir FILE"]
+)
+def test_what_cannot_be_meant(tmp_path, capsys, arguments):
+    (tmp_path / "file").write_text("")
+    parser = importlib.import_module("_common").arguments(None, 3)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(arguments.replace("FILE", str(tmp_path / "file")).split())
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 2
+    assert "expected an integer of 1 or more" in err or "cannot be made a directory" in err
+
+
+@pytest.mark.parametrize("name, updates", [("one.py", 2), ("another.py", 3)])
+def test_a_directory_belongs_to_one_run(monkeypatch, tmp_path, name, updates):
+    common = importlib.import_module("_common")
+
+    def begin(program, number):
+        monkeypatch.setattr(sys, "argv", [program])
+        given = ["--checkpoint-dir", str(tmp_path), "--updates", str(number)]
+        common.Run(common.arguments(None, 3).parse_args(given)).manager.close()
+
+    begin("another.py", 2)
+    begin("one.py", 3)  # nothing was kept yet
+    (tmp_path / "7").mkdir()
+    begin("one.py", 3)
+    with pytest.raises(SystemExit, match=f"holds a run of one --updates 3, not of {name[:-3]} --u"):
+        begin(name, updates)
+
+
 def test_an_error_is_not_taken_for_an_end(monkeypatch):
     monkeypatch.setattr(oa, "apply_gradients", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):

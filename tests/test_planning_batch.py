@@ -125,7 +125,8 @@ def test_the_nearest_that_work_do_work(total):
         ("0.5GB", 5 * 10**8),
         ("512MB", 512 * 10**6),
         (" 1.5 kib ", 1536),
-        ("123", 123),
+        ("4096", 4096),
+        ("123B", 123),
         (123, 123),
         (1e9, 10**9),
         ("2e9", 2 * 10**9),
@@ -140,6 +141,17 @@ def test_bytes_are_read(text, size):
 def test_what_is_no_number_of_bytes(text):
     with pytest.raises(ValueError, match=r"budget is .*, expected bytes .* type 16GiB"):
         _units.parse_bytes("budget", text)
+
+
+def test_a_small_number_lacks_its_unit():
+    for text in ("16", "0.5", " 80 "):
+        number = text.strip()
+        with pytest.raises(ValueError, match=f"expected a unit.*type {number}GB, {number}GiB"):
+            _units.parse_bytes("budget", text)
+    with pytest.raises(ValueError, match=r"budget is 16, .*16GiB"):
+        _units.parse_large("budget", 16)
+    assert _units.parse_bytes("activation_per_sample", 16) == 16
+    assert _units.parse_bytes("activation_per_sample", "0") == 0
 
 
 def test_bytes_are_shown():

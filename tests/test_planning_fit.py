@@ -179,7 +179,7 @@ def test_nothing_fits():
 
 
 def test_remedies_of_an_update_that_donates_nothing():
-    plan = oa.planning.fit(*small("space", donate=()), 1000, global_batch=8)
+    plan = oa.planning.fit(*small("space", donate=()), 1100, global_batch=8)
     donation = next(r for r in plan.remedies if r.what == "donation")
     assert donation.how == "jax.jit(update, donate_argnums=(0, 1))"
     assert donation.saves == pytest.approx(PARAMETER_BYTES, rel=0.01)
@@ -272,6 +272,10 @@ def test_a_compiler_that_refuses(monkeypatch):
     assert "more than the compiler allows" in str(plan)
 
 
+def explicit(micro_batch, k):
+    return jax.jit(lambda w, state, x: (w, state, loss(w, x)))
+
+
 class Silent:
     """A compiled update of a backend that does not tell its memory."""
 
@@ -295,6 +299,18 @@ class Silent:
         ({"global_batch": 10, "replicas": 4}, ValueError, "global_batch=8 or global_batch=12"),
         ({"global_batch": 3, "replicas": 4}, ValueError, r"type global_batch=4\."),
         ({"budget": "16 gigs"}, ValueError, "type 16GiB"),
+        ({"budget": "16"}, ValueError, "expected a unit.*type 16GB, 16GiB"),
+        ({"budget": 16}, ValueError, "expected a unit.*type 16GB, 16GiB"),
+        (
+            {"shapes": lambda b, k: small("time")[1](b, k)[:2], "make_update": explicit},
+            TypeError,
+            r"shapes returned 2 arguments.*\(w, state, x\).*type return params, state, batch",
+        ),
+        (
+            {"shapes": lambda b, k: (*small("time")[1](b, k)[:2], (b, WIDTH))},
+            TypeError,
+            r"shapes returned \(1, 64\) as argument 2.*jax.ShapeDtypeStruct\(\(1, 64\)",
+        ),
         ({"compilations": 0}, ValueError, "compilations is 0"),
     ],
 )
@@ -310,3 +326,4 @@ def test_an_error_in_the_update_names_the_size():
     with pytest.raises(TypeError) as caught:
         oa.planning.fit(make_update, small("time")[1], "1GB", global_batch=8)
     assert "while the update was compiled for micro_batch=1, k=8." in caught.value.__notes__[-1]
+    assert "shapes returned" in caught.value.__notes__[-1]
