@@ -40,6 +40,9 @@ def merge_batch_stats(
 
     The statistics are exact for the first layer. Deeper layers see activations that are normalised
     per micro-batch, and differ from one big batch's (by less than 1 % where the data are shuffled).
+    A layer called c times in one forward pass moves c times: give `momentum ** c` for it, as a row
+    is then off by `1 - momentum ** c`; by `momentum` the variance between micro-batches would be
+    overstated, about c times.
 
     Args:
       momentum: how much the old statistics count, `0 <= momentum < 1`, as in Flax: 0.99 there by
@@ -99,6 +102,7 @@ def _merged(choices: _Choices, initial: Any, stacked: Any, weights: jax.Array) -
         mean, var = ((*path[:-1], name) for name in choices.names)
         if path in (mean, var) and mean in found and var in found:
             momentum = _momentum(choices.momentum, path[:-1])
+            _check_rows(path[:-1], found[mean], found[var], weights)
             new = _statistic(found[mean], row if path == var else None, weights, momentum)
         else:
             new = _other(choices, shown, row, weights)
@@ -108,6 +112,17 @@ def _merged(choices: _Choices, initial: Any, stacked: Any, weights: jax.Array) -
         merged(path, shown, old, row)
         for path, (shown, old), row in zip(paths, leaves, rows, strict=True)
     )
+
+
+def _check_rows(path: Path, means: Any, variances: Any, weights: jax.Array) -> None:
+    """Of a layer: shapes that would broadcast."""
+    shapes = jnp.shape(means), jnp.shape(variances)
+    if shapes[0] != shapes[1] or shapes[0][:1] != jnp.shape(weights):
+        raise ValueError(
+            f"the rows of mean and variance of the layer at {path} have the shapes {shapes[0]} and "
+            f"{shapes[1]} for weights of shape {jnp.shape(weights)}, expected the same two, with "
+            "one row a weight."
+        )
 
 
 def _names(path: Any) -> Path:

@@ -1,5 +1,6 @@
 """What the time driver is given: settings once, a call's arguments every time; both checked."""
 
+import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,7 +59,9 @@ def check_settings(
     if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
         raise TypeError(
             f"inner is an object of class {type(inner).__name__}, expected an "
-            "optax.GradientTransformation; type inner.gradient_transformation()."
+            "optax.GradientTransformation; give accumulate the optimizer inside of it, which it "
+            "replaces, accumulate(optax.adamw(1e-3), k=8), or to have both windows type "
+            "inner.gradient_transformation()."
         )
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(
@@ -83,6 +86,13 @@ def settings_of(tx: Any) -> Settings | None:
     return getattr(getattr(tx, "update", None), "settings", None)
 
 
+def _check_names(extra: dict[str, Any]) -> None:
+    """Raise for an argument that is nearly one of ours: Optax hands it on, and nobody reads it."""
+    for name in extra:
+        for ours in difflib.get_close_matches(name, ("weight", "last", "value"), n=1, cutoff=0.8):
+            raise TypeError(f"got an argument {name!r}, expected {ours!r}; type {ours}=.")
+
+
 def checked_call(
     settings: Settings,
     grads: optax.Updates,
@@ -103,6 +113,7 @@ def checked_call(
             f"the state holds no window, being made by accumulate(inner, k=1), and k is now "
             f"{settings.k}; type state = oa.convert_state(state, tx, params)."
         )
+    _check_names(extra)
     known = 1.0
     if weight is not None:
         checked = _checks.real_scalar("weight", weight)

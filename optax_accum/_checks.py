@@ -53,6 +53,19 @@ def described(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_array(x) else type(x).__name__
 
 
+def structures(got: Any, wanted: Any, most: int = 150) -> tuple[str, str]:
+    """For messages: the structures of two trees, cut down to where they differ first."""
+    a, b = (str(jax.tree.structure(t))[len("PyTreeDef(") : -1] for t in (got, wanted))
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+    start = max(same - most // 2, 0)
+
+    def cut(text: str) -> str:
+        end = "..." if len(text) > start + most else ""
+        return ("..." if start else "") + text[start : start + most] + end
+
+    return cut(a), cut(b)
+
+
 def is_scalar(x: Any, kind: Any) -> bool:
     """Whether `x` is a scalar array or number of a kind of dtype."""
     return is_array(x) and jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), kind)

@@ -35,15 +35,22 @@ def convert_state(
       function; an empty one shows the new k.
     * `accumulate` with a constant k=1, which holds no buffer: gets one, or gives it up.
     * `optax.MultiSteps`, its window open or not: what was accumulated becomes the sums here. Its
-      window closes at the k of `tx`, and gives inner the mean `value` of the calls from now on.
+      window closes at the k of `tx`, at the next micro-step if it holds as many already, and gives
+      inner the mean `value` of the calls from now on.
+    * windows inside windows: each keeps its micro-steps, and those that an `optax.MultiSteps`
+      around handed on, as 1 each, weigh what a window of `tx` weighs.
     * a plain optimizer: its state gets an empty window around it, or is taken out of one.
-    * another `accumulator_dtype`, and rows of replicas to or from a state without (then see
-      :func:`refold`).
+    * another `accumulator_dtype`, with `cast=True` if a window is open.
+    * rows of replicas to or from a state without (then see :func:`refold`).
     * a checkpoint that Orbax restored without a target: nested dicts and lists, in the dtypes in
       which it was saved. Given a target, Orbax casts silently.
 
+    An open window holds sums, whatever their `loss_reduction`: another one reads them in its own
+    way from then on, so change it after an update.
+
     Everything else in the two states has to be the same: structure, shapes and dtypes. A window
     that `tx` has no place for must be empty: call :func:`flush` with its own transformation first.
+    For an `nnx.Optimizer` there is `oa.nnx.Optimizer.convert`.
 
     Args:
       state: of any transformation, with values (outside of `jax.jit`).
@@ -76,12 +83,41 @@ def convert_state(
       >>> updates.tolist()
       [-1.0, -3.0]
     """
+    _check_arguments(state, tx, weight, update_step)
     state, params = _pure(state), _pure(params)
     shapes, treedef = jax.tree.flatten(state_shapes(tx, params))
     want = treedef.unflatten(Wanted(i, leaf) for i, leaf in enumerate(shapes))
     given = Given(use_grad_mean, weight, update_step, cast, settings_of(tx))
     leaves = treedef.flatten_up_to(_converted(given, "state", want, state))
     return treedef.unflatten(_own(_filled(leaves, tx, params)))
+
+
+def _check_arguments(state: Any, tx: Any, weight: Any, update_step: Any) -> None:
+    if not callable(getattr(tx, "init", None)):
+        given = callable(getattr(state, "init", None))
+        raise TypeError(
+            f"tx is a {type(tx).__name__}, expected an optax.GradientTransformation"
+            f"{', which was given as the state' if given else ''}; type "
+            "oa.convert_state(state, tx, params)."
+        )
+    if update_step is not None:
+        whole = _checks.is_scalar(update_step, jnp.integer) and not _checks.is_traced(update_step)
+        if not whole or int(update_step) < 0:
+            raise ValueError(
+                f"update_step is {update_step!r}, expected the number of updates made so far, an "
+                "integer of 0 or more."
+            )
+    fields = set(optax.MultiStepsState._fields)
+
+    def is_multi(node: Any) -> bool:
+        keys = node if isinstance(node, Mapping) else getattr(node, "_fields", ())
+        return set(keys) == fields
+
+    if weight is not None and not any(map(is_multi, jax.tree.leaves(state, is_leaf=is_multi))):
+        raise ValueError(
+            "weight was given, and the state holds no window of optax.MultiSteps; leave it out: "
+            "the windows of accumulate know what they weigh."
+        )
 
 
 def _pure(tree: Any) -> Any:
@@ -101,7 +137,7 @@ def _converted(given: Given, at: str, want: Any, state: Any) -> Any:
     state = _named(state, want)
     if isinstance(want, AccumulateState):
         at_inner, ours = _windows.converted(given, at, want, state)
-        inside = given._replace(settings=None)
+        inside = _windows.inside(given, state)
         inner_state = _converted(inside, at_inner, want.inner_state, ours.inner_state)
         return ours._replace(inner_state=inner_state)
     if isinstance(state, WINDOWS) and type(state) is not type(want):
@@ -113,9 +149,8 @@ def _converted(given: Given, at: str, want: Any, state: Any) -> Any:
     others, other_treedef = _one_level(state)
     if treedef != other_treedef or [k for k, _ in children] != [k for k, _ in others]:
         raise ValueError(
-            f"{at} is {_windows.shown(state)}, expected {_windows.shown(want)}: the state of "
-            "another optimizer, or of other parameters; give convert_state the optimizer that made "
-            "it (inside accumulate) and the parameters of its tree."
+            f"{at} is {_windows.shown(state)}, expected {_windows.shown(want)}: "
+            f"{_windows.remedy(state)}."
         )
     pairs = zip(children, others, strict=True)
     return treedef.unflatten(
@@ -181,7 +216,8 @@ def _filled(leaves: list[Any], tx: optax.GradientTransformation, params: Any) ->
 def _places(tx: optax.GradientTransformation, params: Any, numbers: list[int]) -> Any:
     """Where leaves lie beside the parameters; None where jax may choose."""
     rows = any(each.has_rows for each in outermost_states(state_shapes(tx, params)))
-    if rows or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
+    leaves = jax.tree.leaves(params)
+    if rows or not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return None
     shardings = jax.tree.leaves(state_shardings(tx, params))
     return [shardings[number] for number in numbers]

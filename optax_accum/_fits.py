@@ -79,10 +79,12 @@ def aligned(grads: optax.Updates, other: Any) -> list[Any]:
     try:
         return treedef.flatten_up_to(other)
     except (ValueError, TypeError, KeyError) as error:
+        got, expected = _checks.structures(grads, other)
         raise ValueError(
-            f"the gradients' structure is {jax.tree.structure(grads)}, expected that of the "
-            f"parameters, {jax.tree.structure(other)}; differentiate the same tree that tx.init "
-            "and tx.update get, or call tx.init again."
+            f"the gradients' structure is {got}, expected that of the parameters, {expected}; "
+            "differentiate the same tree that tx.init and tx.update get, or call tx.init again. "
+            "(Of NNX give plain trees: nnx.as_pure(...) of gradients, parameters and state, or "
+            "use oa.nnx.Optimizer.)"
         ) from error
 
 

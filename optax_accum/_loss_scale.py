@@ -1,8 +1,10 @@
 """float16: a loss scale inside each backward pass, and gone again before anything is added."""
 
 import functools
+import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +31,26 @@ def with_loss_scale(
     `nonfinite` says what happens. Values and auxiliary outputs are untouched. Scale and division
     are exact if the scale is a power of two.
 
+    Objects of Flax NNX may be among the arguments: what the loss writes to them stays written.
+
     Args:
       loss_fn: returns a loss of float32 or wider, `return loss.astype(jnp.float32)`, or a tuple
         that begins with it.
       scale: a real scalar, or an object that has one as `scale` (`flax.training.dynamic_scale`) or
-        `loss_scale` (`jmp`). With the space driver the backward pass of a micro-batch starts from
+        `loss_scale` (`jmp`): above 0 and finite; gradients are NaN for a traced one that is not.
+        With the space driver the backward pass of a micro-batch starts from
         its share of the whole weight besides, about `scale / k`.
       argnums: the arguments to be differentiated, of float32 or wider: cast them to float16 inside.
+        Differentiating another one is an error. What the loss encloses cannot be seen: gradients
+        with respect to it come `scale` times as large, so pass it as an argument.
 
     Returns:
-      A function of the same arguments.
+      A function of the same arguments; those at `argnums` are given by position.
 
     Raises:
-      TypeError: for a loss or a differentiated leaf of float16, and for a scale that is no number.
+      TypeError: for a loss or a differentiated leaf of float16, for a scale that is no number, for
+        an argument that is differentiated and not among `argnums`, or is not given by position.
+      ValueError: for a scale that is not above 0 and finite.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,12 +70,18 @@ def with_loss_scale(
 
     @functools.wraps(loss_fn)
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        full = list(args)
-        for i in indices:
-            full[i] = jax.tree_util.tree_map_with_path(
-                lambda path, leaf, i=i: _unscaled(i, path, leaf, scale), args[i]
-            )
-        out = loss_fn(*full, **kwargs)
+        chosen = [_position(i, len(args)) for i in indices]
+        full, named, held = list(args), dict(kwargs), {}
+        for i in chosen:
+            full[i] = _changed(args[i], functools.partial(_unscaled, i, scale=scale), held)
+        for i in set(range(len(args))) - set(chosen):
+            full[i] = _changed(args[i], functools.partial(_guarded, f"argument {i}"), held)
+        for name, arg in kwargs.items():
+            named[name] = _changed(arg, functools.partial(_guarded, name), held)
+        try:
+            out = loss_fn(*full, **named)
+        finally:
+            _restore(held)
         if isinstance(out, tuple):
             return (_started(out[0], scale), *out[1:])
         return _started(out, scale)
@@ -116,7 +131,23 @@ def _scale_of(scale: Any) -> Any:
             f"scale is {_checks.described(scale)}, expected a real scalar or a DynamicScale; type "
             "with_loss_scale(loss_fn, 2.0**15)."
         )
-    return lax.stop_gradient(jnp.clip(jnp.asarray(scale, jnp.float32), 1 / _LARGEST, _LARGEST))
+    if not _checks.is_traced(scale) and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(
+            f"scale is {float(scale)!r}, expected a number above 0 and finite; type "
+            "with_loss_scale(loss_fn, 2.0**15)."
+        )
+    wide = jnp.asarray(scale, jnp.float32)
+    clipped = jnp.clip(wide, 1 / _LARGEST, _LARGEST)
+    return lax.stop_gradient(jnp.where((wide > 0) & jnp.isfinite(wide), clipped, jnp.nan))
+
+
+def _position(index: int, count: int) -> int:
+    if not -count <= index < count:
+        raise TypeError(
+            f"argnums has {index}, but loss_fn was called with {count} positional arguments; "
+            "expected what is differentiated among them: pass it by position, or type argnums=0."
+        )
+    return index % count
 
 
 def _started(loss: Any, scale: jax.Array) -> Any:
@@ -128,8 +159,12 @@ def _started(loss: Any, scale: jax.Array) -> Any:
     return _times_backwards(jnp.asarray(loss), scale)
 
 
+def _is_inexact(leaf: Any) -> bool:
+    return _checks.is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
 def _unscaled(index: int, path: Any, leaf: Any, scale: jax.Array) -> Any:
-    if not _checks.is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+    if not _is_inexact(leaf):
         return leaf
     if jnp.result_type(leaf) == jnp.float16:
         raise TypeError(
@@ -137,6 +172,86 @@ def _unscaled(index: int, path: Any, leaf: Any, scale: jax.Array) -> Any:
             "is not scaled any more; keep float32 parameters and cast them inside loss_fn."
         )
     return _times_backwards(jnp.asarray(leaf), 1 / scale)
+
+
+def _guarded(name: str, path: Any, leaf: Any) -> Any:
+    """The leaf, which must not be differentiated."""
+    if not (_checks.is_traced(leaf) and _is_inexact(leaf)):
+        return leaf  # a number that is known has no derivative
+    return _not_differentiated(leaf, f"{name}{at(path)}")
+
+
+# Objects of NNX: their Variables hold other values for as long as the loss runs.
+
+
+class _Held(NamedTuple):
+    variable: Any
+    before: Any
+    during: Any
+
+
+def _changed(tree: Any, change: Callable[[Any, Any], Any], held: dict[int, _Held]) -> Any:
+    """The tree with its leaves changed, but with the same NNX objects, changed in place."""
+    if "flax.nnx" not in sys.modules:
+        return jax.tree_util.tree_map_with_path(change, tree)
+    from optax_accum._nnx_graph import is_node
+
+    def one(path: Any, leaf: Any) -> Any:
+        return _changed_node(leaf, change, held) if is_node(leaf) else change(path, leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_node)
+
+
+def _changed_node(node: Any, change: Callable[[Any, Any], Any], held: dict[int, _Held]) -> Any:
+    from flax import nnx
+
+    key = jax.tree_util.GetAttrKey
+    change_all = jax.tree_util.tree_map_with_path
+    found = [((), node)] if isinstance(node, nnx.Variable) else nnx.iter_graph(node, graph=True)
+    found = [([key(str(name)) for name in path], x) for path, x in found]
+    variables = [(path, x) for path, x in found if isinstance(x, nnx.Variable)]
+    for path, x in found:
+        if _is_inexact(x) and _checks.is_transformed(x) and not _checks.is_vmapped(x):
+            raise TypeError(
+                f"{type(node).__name__}{at(path)} is a plain array, whose gradient would come out "
+                "`scale` times as large; put it in an nnx.Param."
+            )
+    if not all(variable._can_update for _, variable in variables):  # nor can the loss write to it
+        if isinstance(node, nnx.Variable):
+            return change_all(change, node)
+        graphdef, state = nnx.split(node)
+        return nnx.merge(graphdef, change_all(change, state))
+    for path, variable in variables:
+        if id(variable) in held:
+            continue
+        before = variable.get_raw_value()
+        during = change_all(lambda end, leaf, path=path: change([*path, *end], leaf), before)
+        held[id(variable)] = _Held(variable, before, during)
+        variable.set_raw_value(during)
+    return node
+
+
+def _restore(held: dict[int, _Held]) -> None:
+    """All that the loss has not written to."""
+    for variable, before, during in held.values():
+        if variable.get_raw_value() is during:
+            variable.set_raw_value(before)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _not_differentiated(x: jax.Array, name: str) -> jax.Array:
+    del name
+    return x
+
+
+@_not_differentiated.defjvp
+def _not_differentiated_jvp(name: str, primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(
+        f"{name} is differentiated, and argnums of with_loss_scale leaves it out, so that its "
+        "gradient would come out `scale` times as large; type with_loss_scale(..., argnums=(0, 1)) "
+        "with the numbers of all arguments that are differentiated."
+    )
 
 
 @jax.custom_jvp

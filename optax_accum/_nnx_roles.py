@@ -27,7 +27,11 @@ def roles(
     statistics: dict[int, tuple[int, str, Any]],
     mapped: bool,
 ) -> Roles:
-    """`changed` are the Items that the forward pass writes to, `mapped` whether on replicas."""
+    """`changed` are the Items that the forward pass writes to, `mapped` whether on replicas.
+
+    Statistics of momentum 1 are written to, and stay as they were.
+    """
+    changed = {i for i in changed if not _is_frozen(statistics.get(id(items[i].value)))}
     layers: dict[int, dict[str, int]] = {}
     for i in changed:
         if (known := statistics.get(id(items[i].value))) is not None:
@@ -47,6 +51,10 @@ def roles(
         )
     keys = [i for i, item in enumerate(items) if isinstance(item.value, nnx.RngKey)]
     return Roles(counts, [], pairs, momenta, keys)
+
+
+def _is_frozen(statistic: tuple[int, str, Any] | None) -> bool:
+    return statistic is not None and isinstance(statistic[2], (int, float)) and statistic[2] == 1
 
 
 def state_of(roles: Roles, values: Sequence[Any]) -> dict[str, Any]:

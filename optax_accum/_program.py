@@ -120,8 +120,8 @@ def _number(loss: Any) -> Any:
     return jnp.asarray(loss) if isinstance(loss, (bool, int, float, complex)) else loss
 
 
-def shapes(loss: Any, primals: Any, batch: Any, state: Any, whole: list[str]) -> Any:
-    """What the loss of a micro-batch returns. `whole` names uncut arguments of the batch's size."""
+def shapes(loss: Any, primals: Any, batch: Any, state: Any, whole: str) -> Any:
+    """What the loss of a micro-batch returns. `whole` tells of uncut arguments, if there are."""
     try:
         shapes = jax.eval_shape(lambda p, b: loss(p, any_micro_batch(b), state), primals, batch)
     except Exception as error:
@@ -131,7 +131,7 @@ def shapes(loss: Any, primals: Any, batch: Any, state: Any, whole: list[str]) ->
                 "the loss needs no out_sharding."
             )
         if whole:
-            error.add_note(f"optax_accum: {_uncut(whole)}")
+            error.add_note(f"optax_accum: {whole}")
         raise
     check_loss(shapes[0])
     return shapes
@@ -139,14 +139,15 @@ def shapes(loss: Any, primals: Any, batch: Any, state: Any, whole: list[str]) ->
 
 def uncut(
     settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any], into: _split.Sizes
-) -> list[str]:
-    """Arguments that look like parts of the batch, and are given whole to every micro-step.
+) -> str:
+    """Of arguments that look like parts of the batch, and are given whole to every micro-step.
 
-    With micro-batches of one example they would be broadcast against it, silently.
+    With micro-batches of one example they would be broadcast against it, silently. So would masks
+    of a key that all micro-steps are given be the same.
     """
     roles = (*settings.argnums, *settings.batch_argnums, *settings.rng_argnums)
     roles += () if settings.state_argnum is None else (settings.state_argnum,)
-    others = {f"argument {i}": arg for i, arg in enumerate(args) if i not in roles} | kwargs
+    others = {i: arg for i, arg in enumerate(args) if i not in roles} | kwargs
     others = {name: arg for name, arg in others.items() if not isinstance(arg, Whole)}
     examples = into.k * into.m + into.r
     found = [
@@ -154,17 +155,37 @@ def uncut(
         for name, arg in others.items()
         if examples > 1 and any(np.shape(x)[:1] == (examples,) for x in jax.tree.leaves(arg))
     ]
+    told = ""
+    if found:
+        what = "as long as the batch, is not cut into micro-batches"
+        for_all = "for all arguments that hold the batch"
+        told = _retyped("batch_argnums", settings.batch_argnums, found, what, for_all)
     if found and max(into.m, into.r) == 1:
-        warnings.warn(_uncut(found), stacklevel=4)
-    return found
+        warnings.warn(told, stacklevel=4)
+    keys = [name for name, arg in others.items() if name not in found and _holds_keys(arg)]
+    if keys and into.k + bool(into.r) > 1:
+        what = "a PRNG key, is the same in all micro-steps, so that masks repeat"
+        each = "and each gets a key of its own"
+        told_keys = _retyped("rng_argnums", settings.rng_argnums, keys, what, each)
+        warnings.warn(told_keys, stacklevel=4)
+    return told
 
 
-def _uncut(names: list[str]) -> str:
-    return (
-        f"{' and '.join(names)} of loss_fn, as long as the batch, is not cut into micro-batches; "
-        "type batch_argnums= for all arguments that hold the batch, batch_argnums=(1, 2) say, and "
-        "pass them by position."
-    )
+def _holds_keys(arg: Any) -> bool:
+    """Whether it is a typed key, or a tree of nothing else."""
+    leaves = jax.tree.leaves(arg)
+    return bool(leaves) and all(map(_checks.is_key, leaves))
+
+
+def _retyped(keyword: str, known: tuple[int, ...], found: list[Any], what: str, why: str) -> str:
+    """What some arguments are, numbers or names, and the keyword to type."""
+    numbers = sorted({*known, *(name for name in found if isinstance(name, int))})
+    typed = str(numbers[0]) if len(numbers) == 1 else str(tuple(numbers))
+    named = [f"argument {name}" if isinstance(name, int) else name for name in found]
+    by_name = [name for name in found if not isinstance(name, int)]
+    more = f", and pass {' and '.join(by_name)} by position" if by_name else ""
+    choice = f"{keyword}={typed}" if numbers else f"{keyword}="
+    return f"{' and '.join(named)} of loss_fn, {what}; type {choice} {why}{more}."
 
 
 def any_micro_batch(batch: Any) -> MicroBatch:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_accum import _accumulator as acc
 from optax_accum import _axis
-from optax_accum._state import AccumulateState, outermost_states
+from optax_accum._state import AccumulateState, of_multi_steps, outermost_states
 
 
 def without(axis_name: _axis.AxisName | None, state: Any) -> AccumulateState:
@@ -65,5 +65,6 @@ def require_own(state: Any) -> None:
     if not isinstance(state, AccumulateState):
         raise TypeError(
             f"state is a {type(state).__name__}, expected the AccumulateState that tx.init(params) "
-            "returned; restore checkpoints into that structure: target=tx.init(params)."
+            f"returned{of_multi_steps(state)}; restore checkpoints into that structure: "
+            "target=tx.init(params)."
         )

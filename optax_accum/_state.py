@@ -50,13 +50,21 @@ def outermost_states(state: Any) -> list[AccumulateState]:
     return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(leaf)]
 
 
+def of_multi_steps(state: Any) -> str:
+    """For messages: what to type where `optax.MultiSteps` made the state."""
+    is_multi = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
+    if not any(map(is_multi, jax.tree.leaves(state, is_leaf=is_multi))):
+        return ""
+    return "; type state = oa.convert_state(state, tx, params, use_grad_mean=True)"
+
+
 def require_states(state: Any) -> list[AccumulateState]:
     """`outermost_states`, or an error where there is none."""
     ours = outermost_states(state)
     if not ours:
         raise ValueError(
             f"the state is a {type(state).__name__} without an AccumulateState; expected the state "
-            "of accumulate(inner, k), or of a chain that contains it."
+            f"of accumulate(inner, k), or of a chain that contains it{of_multi_steps(state)}."
         )
     return ours
 
@@ -123,8 +131,10 @@ def with_dtypes_of(new: Any, old: Any, what: str = "inner's state") -> Any:
     except (ValueError, TypeError) as error:
         if jax.tree.structure(new) == jax.tree.structure(old):
             raise
+        got, expected = _checks.structures(new, old)
         raise ValueError(
-            f"{what} has the structure {jax.tree.structure(new)} after the update, expected that "
-            f"of before, {jax.tree.structure(old)}; return the tree that was given, or make the "
-            "first one from the tree that is differentiated."
+            f"{what} has the structure {got} after the update, expected that of before, "
+            f"{expected}; return the tree that was given, or make the "
+            "first one from the tree that is differentiated. (Of NNX give plain trees: "
+            "nnx.as_pure(...) of gradients, parameters and state.)"
         ) from error

@@ -31,6 +31,10 @@ class Given(NamedTuple):
     update_step: int | None
     cast: bool
     settings: Settings | None  # of the accumulate to which a window goes, where they are known
+    outside: Any = None  # the state around, as it was given
+    # What a window around weighs that counted as 1, in windows of ours and of MultiSteps.
+    factor: float | None = 1.0  # None where it is not known
+    each: float | None = 1.0
 
 
 def converted(given: Given, at: str, want: Any, state: Any) -> tuple[str, AccumulateState]:
@@ -43,15 +47,56 @@ def converted(given: Given, at: str, want: Any, state: Any) -> tuple[str, Accumu
     elif isinstance(state, AccumulateState):
         at_inner, ours = f"{at}.inner_state", _from_ours(given, at, want, state)
     else:
-        at_inner, ours = at, _around(given, want, state)
+        at_inner, ours = at, _around(given, at, want, state)
     k = ours.k
     if isinstance(k, Wanted) and given.settings and not isinstance(ours.update_step, Wanted):
         k = given.settings.read_k(jnp.asarray(ours.update_step))
+        if not isinstance(ours.micro_step, Wanted):  # of MultiSteps, whose k is not in its state
+            k = jnp.maximum(k, ours.micro_step + 1)
     return at_inner, ours._replace(k=k)
 
 
-def _around(given: Given, want: Any, inner_state: Any) -> AccumulateState:
+def inside(given: Given, state: Any) -> Given:
+    """What is given for the windows inside of that one, which get its weight from now on."""
+    factor, each = given.factor, 1.0 if given.weight is None else float(given.weight)
+    if isinstance(state, optax.MultiStepsState):
+        k = None if given.settings is None or callable(given.settings.k) else given.settings.k
+        factor = each = _window_weight(given, k)
+    elif isinstance(state, AccumulateState):
+        each = _window_weight(given, _most(state.k))
+    return given._replace(settings=None, outside=state, factor=factor, each=each)
+
+
+def _window_weight(given: Given, k: int | None) -> float | None:
+    """What inner gets as the weight of a window of k micro-steps; None where it is not known."""
+    if given.settings is None or k is None:
+        return None
+    if given.settings.loss_reduction == "sum":
+        return 1.0
+    if given.weight is None and given.settings.loss_reduction == "sum_over_weight":
+        return None
+    return k * (1.0 if given.weight is None else float(given.weight))
+
+
+def _known(at: str, factor: float | None) -> float:
+    if factor is None:
+        raise ValueError(
+            f"{at} has an open window inside another, in which optax.MultiSteps let each of those "
+            "count as 1, and what one weighs in tx is not known: its k is a schedule, it stands in "
+            "a chain, or weight= is missing; run the old one until the window inside is empty."
+        )
+    return factor
+
+
+def _around(given: Given, at: str, want: Any, inner_state: Any) -> AccumulateState:
     """An empty window around a plain optimizer's state."""
+    outside = given.outside
+    is_window = isinstance(outside, (AccumulateState, optax.MultiStepsState))
+    if is_window and _is_open(at, _taken(outside)):
+        raise ValueError(
+            f"the window around {at} is open, {_most(_taken(outside))} micro-steps in it, and tx "
+            f"has one more inside, of which that one may be a part or not; {_closing(outside)}."
+        )
     scheduled = given.settings is not None and callable(given.settings.k)
     if scheduled and given.update_step is None:
         raise ValueError(
@@ -70,7 +115,9 @@ def _from_ours(given: Given, at: str, want: Any, state: AccumulateState) -> Accu
         window: Any = refold(state._replace(inner_state=()), 1 if rows else None)
         state = window._replace(inner_state=state.inner_state)
     if _is_open(at, state.micro_step):
-        _require_buffer(at, want, state.micro_step)
+        _require_buffer(at, want, state)
+        if given.factor != 1:
+            state = _scaled(state, _known(at, given.factor))
         sums = _sums(f"{at}.grad_sum", want.grad_sum, state.grad_sum, _checked_sum(given), rows)
         return state._replace(grad_sum=sums)
     kept = {name: getattr(state, name) for name in ("update_step", "updated", "skipped")}
@@ -80,6 +127,19 @@ def _from_ours(given: Given, at: str, want: Any, state: AccumulateState) -> Accu
         return _reset(want, state)._replace(**kept, grad_sum=want.grad_sum)
     sums = _sums(f"{at}.grad_sum", want.grad_sum, state.grad_sum, _emptied_sum, rows)
     return _reset(want, state)._replace(**kept, grad_sum=sums)
+
+
+def _scaled(state: AccumulateState, factor: float) -> AccumulateState:
+    """An open window, each micro-step of which weighs `factor` times as much."""
+
+    def one(total: Any) -> jax.Array:
+        total = jnp.asarray(total)
+        wide = promoted(total.dtype, jnp.float32)
+        return (total.astype(wide) * factor).astype(total.dtype)
+
+    names = ("weight_sum", "grad_sum", "value_sum", "value_weight")
+    sums = {name: jax.tree.map(one, getattr(state, name)) for name in names}
+    return state._replace(**sums)
 
 
 def _reset(want: Any, state: AccumulateState) -> AccumulateState:
@@ -98,7 +158,7 @@ def _from_multi_steps(given: Given, at: str, want: Any, state: Any) -> Accumulat
     )
     if not _is_open(f"{at}.mini_step", state.mini_step):
         return ours
-    _require_buffer(at, want, state.mini_step)
+    _require_buffer(at, want, state)
     if given.use_grad_mean is None:
         raise ValueError(
             f"{at} holds a window of optax.MultiSteps after {int(state.mini_step)} micro-steps, "
@@ -107,10 +167,14 @@ def _from_multi_steps(given: Given, at: str, want: Any, state: Any) -> Accumulat
         )
     micro_steps = int(state.mini_step)
     reduction = given.settings and given.settings.loss_reduction
-    _check_weight(given.weight, reduction)
+    if given.outside is None:
+        _check_weight(given.weight, reduction)
     each = 1.0 if given.weight is None else float(given.weight)
     factor = micro_steps if given.use_grad_mean else 1
     factor *= each if reduction == "mean" else 1
+    if given.outside is not None:
+        each = _known(at, given.each)
+        factor *= each
 
     def summed(at: str, like: Any, total: Any) -> jax.Array:
         wide = promoted(jnp.result_type(total), jnp.float32)
@@ -155,17 +219,19 @@ def _sums(
     try:
         found = treedef.flatten_up_to(sums)
     except (ValueError, TypeError, KeyError) as error:
+        got, expected = _checks.structures(sums, want)
         raise ValueError(
-            f"{at} has the structure {jax.tree.structure(sums)}, expected that of the parameters, "
-            f"{treedef}; give convert_state the parameters of that tree."
+            f"{at} has the structure {got}, expected that of the parameters, {expected}; "
+            f"{remedy(sums)}."
         ) from error
     out = []
     for (path, wish), total in zip(wanted, found, strict=True):
         name, like = at + jax.tree_util.keystr(path), wish.like
         if not _checks.is_array(total) or jnp.shape(total)[first:] != like.shape[first:]:
+            of = "give convert_state the parameters that the window was made for"
             raise ValueError(
                 f"{name} is {shown(total)}, expected the shape {like.shape} of its parameter; "
-                "give convert_state the parameters that the window was made for."
+                f"{remedy(total) if isinstance(total, Mapping) else of}."
             )
         out.append(one(name, like, total))
     return treedef.unflatten(out)
@@ -193,25 +259,65 @@ def _is_open(at: str, micro_step: Any) -> bool:
 def emptied(at: str, state: Any) -> tuple[str, Any]:
     """The name and the state of the optimizer inside an empty window."""
     ours = isinstance(state, AccumulateState)
-    micro_step = state.micro_step if ours else state.mini_step
-    if _is_open(at, micro_step):
+    if _is_open(at, _taken(state)):
         raise ValueError(
-            f"{at} has an open window, {int(np.max(np.asarray(micro_step)))} micro-steps in it, "
-            "for which tx has no place; close it first by its own transformation, updates, state = "
-            "oa.flush(old_tx, state, params), or stop after an update."
+            f"{at} has an open window, {_most(_taken(state))} micro-steps in it, for which tx has "
+            f"no place; {_closing(state)}."
         )
     return (
         ("inner_state", state.inner_state) if ours else ("inner_opt_state", state.inner_opt_state)
     )
 
 
-def _require_buffer(at: str, want: Any, micro_step: Any) -> None:
+def _require_buffer(at: str, want: Any, state: Any) -> None:
     if want.grad_sum is None:
         raise ValueError(
-            f"{at} has an open window, {int(np.max(np.asarray(micro_step)))} micro-steps in it, "
-            "and accumulate(inner, k=1) holds none; close it first, updates, state = oa.flush("
-            "old_tx, state, params), or type k=lambda update_step: 1, which keeps a buffer."
+            f"{at} has an open window, {_most(_taken(state))} micro-steps in it, and "
+            f"accumulate(inner, k=1) holds none; {_closing(state)}, or type k=lambda update_step: "
+            "1, which keeps a buffer."
         )
+
+
+def _taken(state: Any) -> Any:
+    return state.micro_step if isinstance(state, AccumulateState) else state.mini_step
+
+
+def _most(micro_step: Any) -> int:
+    return int(np.max(np.asarray(micro_step)))
+
+
+def _closing(state: Any) -> str:
+    """How an open window is closed, for messages."""
+    if isinstance(state, AccumulateState):
+        return (
+            "close it first by its own transformation, updates, state = oa.flush(old_tx, state, "
+            "params), or stop after an update"
+        )
+    return (
+        "run optax.MultiSteps to the end of its window first, or convert to accumulate(inner, k) "
+        "with its k and close that by oa.flush(accumulated, state, params)"
+    )
+
+
+def remedy(state: Any) -> str:
+    """What to type where a state does not have the structure of that of `tx`."""
+    if isinstance(state, Mapping) and (all(str(key).isdigit() for key in state) or _boxed(state)):
+        return (
+            "it looks like nnx.state(optimizer), or like that restored without a target; restore "
+            "it with nnx.state(old_optimizer) as the target, nnx.update(old_optimizer, restored), "
+            "and type oa.nnx.Optimizer.convert(old_optimizer, model, tx)"
+        )
+    return (
+        "the state of another optimizer, or of other parameters; give convert_state the optimizer "
+        "that made it (inside accumulate) and the parameters of its tree"
+    )
+
+
+def _boxed(node: Any) -> bool:
+    """Whether NNX's Variables are dicts in there."""
+    if not isinstance(node, Mapping):
+        return False
+    return set(node) in ({"value"}, {"opt_state", "step"}) or any(map(_boxed, node.values()))
 
 
 def in_dtype(given: Given, at: str, dtype: Any, leaf: Any) -> Any:

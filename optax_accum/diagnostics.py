@@ -117,7 +117,9 @@ def record() -> optax.GradientTransformationExtraArgs:
 def last_update(state: optax.OptState) -> dict[str, jax.Array]:
     """What people log of an update, as a plain dict of scalars; inside `jax.jit` too.
 
-    Log it where `updated` is True: between updates it still shows the last one.
+    Log it where `updated` is True: between updates it still shows the last one. Where one
+    `accumulate` is inside another, the record counts the updates of the innermost around it, and
+    `updated` says whether all of those around it made one.
 
     Args:
       state: one that holds a state of :func:`record`: of `accumulate`, of a chain, of a plain
@@ -126,13 +128,15 @@ def last_update(state: optax.OptState) -> dict[str, jax.Array]:
     Returns:
       * `update_step`: updates made so far
       * `updated`: whether the last call made one (always, for a plain optimizer that has run)
-      * `loss`: the window's `value`, its weighted mean; NaN if no call gave one
+      * `loss`: the window's `value`, its weighted mean; NaN if no call gave one, and before the
+        first update
       * `grad_norm`: the norm of the window's gradient where `record` stands: first, before clipping
       * `weight`: of the window: tokens or examples, or micro-steps where no weight was given
       * `skipped`: micro-steps thrown away so far, in all windows
 
     Raises:
-      ValueError: if the state holds no record, or several.
+      ValueError: if the state holds no record, or several, or one beside `accumulate` and not
+        inside it, where each micro-step is recorded as if it were an update.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -155,18 +159,32 @@ def last_update(state: optax.OptState) -> dict[str, jax.Array]:
             "accumulate(optax.chain(oa.diagnostics.record(), optax.adamw(1e-3)), k), and of "
             "several ask each by itself."
         )
+    around = _around(state)
+    if not around and outermost_states(state):
+        raise ValueError(
+            "the record stands beside accumulate, where it sees each micro-step; put the link "
+            "inside, accumulate(optax.chain(oa.diagnostics.record(), optax.adamw(1e-3)), k), or "
+            "of optax.multi_transform ask its part: last_update(state.inner_states['label'])."
+        )
     kept = Recorded(*map(jnp.asarray, found[0]))  # Variables of a framework unwrapped
     log = {
         "update_step": kept.updates,
         "updated": kept.updates > 0,
-        "loss": kept.loss,
+        "loss": jnp.where(kept.updates > 0, kept.loss, jnp.nan),
         "grad_norm": kept.grad_norm,
         "weight": kept.weight,
         "skipped": kept.skipped,
     }
-    around = [each for each in outermost_states(state) if records(each)]
-    names = ("update_step", "updated", "skipped")
-    return log | {name: jnp.asarray(getattr(each, name)) for each in around for name in names}
+    for each in around:
+        log |= {name: jnp.asarray(getattr(each, name)) for name in ("update_step", "skipped")}
+        log["updated"] = log["updated"] & jnp.asarray(each.updated)
+    return log
+
+
+def _around(state: optax.OptState) -> list[AccumulateState]:
+    """The AccumulateStates around the record, from the outermost to the innermost."""
+    here = [each for each in outermost_states(state) if records(each)]
+    return here + _around(here[0].inner_state) if here else []
 
 
 def _norm(grads: optax.Updates) -> jax.Array:

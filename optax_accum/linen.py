@@ -18,9 +18,10 @@ except ModuleNotFoundError as error:
         'pip install "optax-accum[flax]".'
     ) from error
 
+from optax_accum import _accumulator as acc
 from optax_accum import _checks, _loop
 from optax_accum._batch_stats import merge_batch_stats
-from optax_accum._state import outermost_states, the_state
+from optax_accum._state import AccumulateState, outermost_states, the_state
 from optax_accum._transform import apply_gradients
 
 
@@ -69,7 +70,8 @@ class TrainState(train_state.TrainState):
         """The state with one micro-gradient more, and updated where that fills the window.
 
         Args:
-          grads: a tree like `params`.
+          grads: a tree like `params`. What Flax overwrites with its gradient, the scales of FP8, is
+            handed on at each micro-step, save one of weight 0 or whose gradient is not finite.
           weight: how much this micro-batch counts, as in :func:`optax_accum.accumulate`.
           last: True closes the window with this micro-batch.
           value: the micro-batch's loss, if inner takes it: it gets the window's.
@@ -82,12 +84,27 @@ class TrainState(train_state.TrainState):
         if value is not None:
             arguments["value"] = value
         params, opt_state = apply_gradients(self.tx, grad, self.opt_state, trained, **arguments)
-        if owned:  # as Flax does with the scales of FP8: they are handed on, not averaged
-            overwritten = grads[OVERWRITE_WITH_GRADIENT]
-            params = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
+        if owned:
+            params = {
+                "params": params,
+                OVERWRITE_WITH_GRADIENT: self._overwritten(grads, weight, opt_state),
+            }
         windows = outermost_states(opt_state)
         step = jnp.copy(windows[0].update_step) if len(windows) == 1 else self.step + 1
         return self.replace(step=step, params=params, opt_state=opt_state, **kwargs)
+
+    def _overwritten(self, grads: Any, weight: Any, opt_state: Any) -> Any:
+        """The scales of FP8: handed on as Flax does, not averaged, but by no lost micro-step."""
+        new, old = grads[OVERWRITE_WITH_GRADIENT], self.params[OVERWRITE_WITH_GRADIENT]
+        windows = list(map(outermost_states, (self.opt_state, opt_state)))
+        if not windows[0]:
+            return new
+        counts = acc.all_finite(grads["params"])
+        for before, after in zip(*windows, strict=True):
+            counts &= after.skipped == before.skipped
+        if weight is not None:
+            counts &= acc.is_weight(weight) & (jnp.asarray(weight) != 0)
+        return jax.tree.map(lambda new, old: jnp.where(counts, new, old), new, old)
 
     @classmethod
     def create(
@@ -100,12 +117,21 @@ class TrainState(train_state.TrainState):
     @property
     def micro_step(self) -> jax.Array:
         """Micro-steps taken in the open window: an int32 scalar."""
-        return the_state(self.opt_state).micro_step
+        return self._window.micro_step
 
     @property
     def updated(self) -> jax.Array:
         """Whether the last call of `apply_gradients` ran inner: a bool scalar."""
-        return the_state(self.opt_state).updated
+        return self._window.updated
+
+    @property
+    def _window(self) -> AccumulateState:
+        if not outermost_states(self.opt_state):
+            raise ValueError(
+                "tx holds no accumulate, so that every call is an update and there are no "
+                "micro-steps to ask for; type tx=oa.accumulate(optimizer, k)."
+            )
+        return the_state(self.opt_state)
 
 
 def value_and_grad(
@@ -139,8 +165,8 @@ def value_and_grad(
       loss_fn: returns `(loss, new)`, or `(loss, (new, aux))` with `has_aux`; `new` holds the
         collections that have changed, as `model.apply(..., mutable=...)` returns them.
       k: micro-batches in the batch.
-      momentum: of the model's BatchNorm, 0.99 in Flax by default; for several see
-        :func:`optax_accum.merge_batch_stats`.
+      momentum: of the model's BatchNorm, 0.99 in Flax by default; for several, and for a layer
+        that is called twice in one forward pass, see :func:`optax_accum.merge_batch_stats`.
       merge: how other collections are merged, `{"name": f}`, each micro-step then starting from
         the same: `f(initial, stacked, weights)`, as in `merge_state` of
         :func:`optax_accum.value_and_grad`. On replicas (`mesh`, `axis_name`) all must be merged.
@@ -197,6 +223,12 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        if place < len(args) and _looks_like_statistics(args[place]):
+            raise TypeError(
+                f"argument {place} holds statistics of layers, {sorted(args[place])}, expected a "
+                "dict of collections: pass {'batch_stats': state.batch_stats}, and unpack it in "
+                "loss_fn, {'params': params, **variables}."
+            )
         if place >= len(args) or not isinstance(args[place], Mapping):
             raise TypeError(
                 f"argument {place} holds no collections, expected a dict of them, "
@@ -209,6 +241,14 @@ def value_and_grad(
         return accumulated(*args, **kwargs)
 
     return value_and_grad_fn
+
+
+def _looks_like_statistics(given: Any) -> bool:
+    """The content of a collection `batch_stats` in place of a dict of collections."""
+    if not isinstance(given, Mapping) or "batch_stats" in given or not given:
+        return False
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(given)[0]]
+    return all(getattr(path[-1], "key", None) in ("mean", "var") for path in paths)
 
 
 def _unpacked(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:

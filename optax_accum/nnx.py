@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 try:
     from flax import nnx
@@ -17,9 +16,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from optax_accum import _axis, _checks, _loop, _nnx_graph, _nnx_roles, _nnx_trial
+from optax_accum._nnx_optimizer import Optimizer
 from optax_accum._program import Whole
-from optax_accum._state import AccumulateState, outermost_states, the_state
-from optax_accum._transform import apply_gradients
 
 
 def value_and_grad(
@@ -51,7 +49,9 @@ def value_and_grad(
       the replica's, and a call moves the counts as far as one micro-step does.
     * Running statistics of BatchNorm, and of any layer with `mean`, `var` (`nnx.BatchStat`) and
       `momentum`, become those of the window by the law of total variance, and move once
-      (:func:`optax_accum.merge_batch_stats`). Normalisation itself is per micro-batch.
+      (:func:`optax_accum.merge_batch_stats`). Normalisation itself is per micro-batch. A layer that
+      is called twice in one forward pass moves twice: the variance between micro-batches is then
+      overstated, about twice; give each call a layer of its own.
     * Every other Variable is handed on in order; on replicas, which have no order, that is an
       error.
     * What is not written to is not copied: frozen parameters cost nothing.
@@ -216,95 +216,4 @@ def _check_arguments(args: Any, wanted: Any, plain: Any) -> None:
             )
 
 
-class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` for :func:`optax_accum.accumulate`: parameters in place, updates counted.
-
-    Between updates `update` does not touch the parameters, and at an update it writes them in
-    place (:func:`optax_accum.apply_gradients`) where they are donated,
-    `nnx.jit(donate_argnums=(0, 1))`: no parameter-sized temporary, where `nnx.Optimizer` needs one.
-
-    Everything it holds is a Variable of fixed shape, so it may be saved after any micro-step, by
-    `nnx.state(optimizer)`, and goes through `nnx.jit`, `nnx.split` and `nnx.merge`.
-
-    Args:
-      model: an NNX object.
-      tx: from :func:`optax_accum.accumulate`. Any other transformation works as in
-        `nnx.Optimizer`.
-      wrt: which of its Variables are trained; the filter that the gradients were taken by.
-      graph: as in `nnx.Optimizer`.
-
-    Attributes:
-      step: an `nnx.OptState` Variable, the number of *updates* made (of calls, if `tx` holds no
-        `accumulate`, or several).
-      opt_state: the state of `tx`, in Variables; :func:`optax_accum.has_updated` and
-        `oa.diagnostics.window` read it.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from flax import nnx
-      >>> import optax_accum as oa
-      >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
-      >>> model.kernel[...] = jnp.zeros((1, 1))
-      >>> optimizer = oa.nnx.Optimizer(model, oa.accumulate(optax.sgd(1.0), k=2))
-      >>> loss_fn = lambda model, x: jnp.mean(model(x))
-      >>> for x, weight in ((1.0, 1), (2.0, 3)):
-      ...     grads = nnx.grad(loss_fn)(model, jnp.full((1, 1), x))
-      ...     optimizer.update(model, grads, weight=weight)
-      >>> model.kernel[...].item(), int(optimizer.step[...]), bool(optimizer.updated)
-      (-1.75, 1, True)
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tx: optax.GradientTransformation,
-        *,
-        wrt: Any = nnx.Param,
-        graph: bool | None = None,
-    ):
-        super().__init__(model, tx, wrt=wrt, graph=graph)
-
-    def update(  # pyright: ignore[reportIncompatibleMethodOverride] (there is no tree of updates)
-        self,
-        model: Any,
-        grads: Any,
-        /,
-        *,
-        weight: Any = None,
-        last: Any = False,
-        **extra: Any,
-    ) -> None:
-        """Take one micro-gradient in, and update the model where that fills the window.
-
-        Args:
-          model: the object whose parameters are trained.
-          grads: its micro-gradient, from `nnx.grad`.
-          weight: how much this micro-batch counts, as in :func:`optax_accum.accumulate`.
-          last: True closes the window with this micro-batch.
-          **extra: what inner's update takes; `value` (the micro-batch's loss) reaches it as the
-            window's.
-        """
-        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
-        grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
-        extra = nnx.as_pure({"weight": weight, "last": last, **extra})
-        before = nnx.as_pure(self.opt_state)
-        params, state = apply_gradients(self.tx, grads, before, params, **extra)
-        nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state, graph=self.graph))
-        windows = outermost_states(state)
-        updates = windows[0].update_step if len(windows) == 1 else self.step[...] + 1
-        self.step[...] = updates.astype(self.step[...].dtype)
-
-    @property
-    def micro_step(self) -> jax.Array:
-        """Micro-steps taken in the open window: an int32 scalar."""
-        return self._window.micro_step
-
-    @property
-    def updated(self) -> jax.Array:
-        """Whether the last call of `update` ran inner: a bool scalar."""
-        return self._window.updated
-
-    @property
-    def _window(self) -> AccumulateState:
-        return the_state(nnx.as_pure(self.opt_state))
+Optimizer.__module__ = __name__  # where users find it: tracebacks, help() and pickles say so

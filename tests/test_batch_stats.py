@@ -279,6 +279,27 @@ def test_eight_layers_within_a_percent():
         assert apart.max() < 0.01, name
 
 
+def test_statistics_that_are_frozen():
+    """By `momentum=1.0`, which no row could be told from: as they were, beside one that moves."""
+    rngs = nnx.Rngs(0)
+    frozen, model = (nnx.BatchNorm(3, momentum=m, rngs=rngs) for m in (1.0, 0.9))
+    before = nnx.state(frozen, nnx.BatchStat)
+    loss = lambda models, x: jnp.mean(models[0](models[1](x)) ** 2)  # noqa: E731
+    oa.nnx.value_and_grad(loss, 3)([frozen, model], data(12))
+    assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(frozen, nnx.BatchStat), before))
+    np.testing.assert_allclose(model.mean[...], 0.1 * data(12).mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows, other, count", [((2, 3), (2, 1), 2), ((2, 3), (2, 3), 3)])
+def test_rows_that_would_broadcast(rows, other, count):
+    merge = oa.merge_batch_stats(0.9)
+    before = Stats(jnp.zeros(rows[1:]), jnp.ones(other[1:]))
+    with pytest.raises(
+        ValueError, match=r"rows of mean and variance of the layer.*one row a weight"
+    ):
+        merge(before, Stats(jnp.ones(rows), jnp.ones(other)), jnp.ones(count))
+
+
 # Which leaves, which momentum.
 
 LAYERS = {"stem": Stats(1.0, 1.0), "head": [{"mean": 1.0, "var": 1.0}]}

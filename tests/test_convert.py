@@ -268,6 +268,64 @@ def test_nested_windows():
     assert_same_bits(oa.convert_state(got, once, params).inner_state, state.inner_state)
 
 
+NEST = optax.sgd(1.0)
+
+
+@pytest.mark.parametrize("wrap", [optax.MultiSteps, oa.accumulate])
+@pytest.mark.parametrize("given", [{}, {"weight": 3.0}])
+def test_an_open_window_inside_multi_steps_counts_like_the_next_one(wrap, given):
+    """MultiSteps handed its windows on as 1 each, accumulate hands them on as k each."""
+    inner = wrap(NEST, 2)
+    inner = getattr(inner, "gradient_transformation", lambda: inner)()
+    old = optax.MultiSteps(inner, 2)
+    tx = oa.accumulate(oa.accumulate(NEST, 2), 2)
+    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    state = oa.convert_state(state, tx, PARAMS, use_grad_mean=True, **given)
+    each = given.get("weight", 1.0)
+    assert float(state.inner_state.weight_sum) == 2 * each
+    assert float(state.weight_sum) == each
+    updates, state = tx.update(gradient(3), state, PARAMS, value=0.0, weight=each)
+    close(updates, jax.tree.map(lambda *g: -sum(g) / 4, *map(gradient, range(4))))
+    assert int(state.inner_state.update_step) == 1
+
+
+def test_an_open_window_of_multi_steps_inside_ours():
+    old = oa.accumulate(optax.MultiSteps(NEST, 2).gradient_transformation(), 3)
+    tx = oa.accumulate(oa.accumulate(NEST, 2), 3)
+    state = old.init(PARAMS)
+    _, state = run(old, state, PARAMS, range(4), jit=True)
+    state = oa.convert_state(state, tx, PARAMS, use_grad_mean=True)
+    assert (float(state.weight_sum), float(state.inner_state.weight_sum)) == (1, 3)
+    updates, _ = run(tx, state, jax.tree.map(jnp.zeros_like, PARAMS), (4, 5))
+    close(updates, jax.tree.map(lambda *g: -sum(g) / 6, *map(gradient, range(6))))
+
+
+def test_a_chain_inside_ours_keeps_what_its_micro_steps_weigh():
+    old = optax.chain(oa.accumulate(NEST, 3))
+    tx = oa.accumulate(optax.chain(oa.accumulate(NEST, 3)), 2)
+    _, state = run(old, old.init(PARAMS), PARAMS, range(2))
+    state = oa.convert_state(state, tx, PARAMS)
+    params, state = run(tx, state, jax.tree.map(jnp.zeros_like, PARAMS), (2, 3))
+    close(params, jax.tree.map(lambda *g: -sum(g) / 4, *map(gradient, range(4))))
+
+
+def test_a_window_of_multi_steps_that_is_full_at_the_new_k():
+    old, tx = optax.MultiSteps(NEST, 4), oa.accumulate(NEST, 2)
+    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    state = oa.convert_state(state, tx, PARAMS, use_grad_mean=True)
+    assert (int(state.micro_step), int(state.k)) == (3, 4)
+    updates, state = tx.update(gradient(3), state, PARAMS)
+    assert oa.has_updated(state) and int(state.k) == 2
+    close(updates, jax.tree.map(lambda *g: -sum(g) / 4, *map(gradient, range(4))))
+
+
+@pytest.mark.parametrize("params", [{}, ()])
+def test_no_parameters(params):
+    for old in (optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 4)):
+        state = oa.convert_state(old.init(params), TX, params)
+        assert jax.tree.structure(state) == jax.tree.structure(TX.init(params))
+
+
 # Replicas, meshes.
 
 
@@ -329,7 +387,7 @@ ERRORS = {
     ),
     "no buffer for MultiSteps": (
         lambda: oa.convert_state(after(MULTI, 2), oa.accumulate(optax.adam(0.1), 1), PARAMS),
-        r"state has an open window, 2 micro-steps.*oa\.flush",
+        r"state has an open window, 2 micro-steps.*run optax\.MultiSteps to the end of its window",
     ),
     "no window": (
         lambda: oa.convert_state(after(TX, 2), optax.adam(0.1), PARAMS),
@@ -337,7 +395,7 @@ ERRORS = {
     ),
     "no window, MultiSteps": (
         lambda: oa.convert_state(after(MULTI, 3), optax.adam(0.1), PARAMS),
-        r"state has an open window, 3 micro-steps",
+        r"state has an open window, 3 micro-steps.*run optax\.MultiSteps to the end of its window",
     ),
     "other optimizer": (
         lambda: oa.convert_state(after(TX, 1), oa.accumulate(optax.sgd(0.1, 0.9), 4), PARAMS),
@@ -420,6 +478,52 @@ ERRORS = {
     "compiled": (
         lambda: jax.jit(lambda s: oa.convert_state(s, TX, PARAMS))(after(TX, 1)),
         r"traced.*outside of jax\.jit",
+    ),
+    "nested around an open window": (
+        lambda: oa.convert_state(after(TX, 2), oa.accumulate(TX, 2), PARAMS),
+        r"the window around state\.inner_state is open, 2 micro-steps.*oa\.flush",
+    ),
+    "nested around an open window of MultiSteps": (
+        lambda: oa.convert_state(after(MULTI, 2), oa.accumulate(TX, 2), PARAMS, use_grad_mean=True),
+        r"the window around state\.inner_opt_state is open, 2 micro-steps.*run optax\.MultiSteps",
+    ),
+    "a schedule around an open window": (
+        lambda: oa.convert_state(
+            after(optax.MultiSteps(TX, 2), 2), oa.accumulate(TX, lambda n: 2), PARAMS
+        ),
+        r"state\.inner_opt_state has an open window inside another.*k is a schedule",
+    ),
+    "swapped": (
+        lambda: oa.convert_state(TX, TX.init(PARAMS), PARAMS),
+        r"tx is a AccumulateState.*given as the state; type oa\.convert_state\(state, tx, params\)",
+    ),
+    "updates below 0": (
+        lambda: oa.convert_state(optax.adam(0.1).init(PARAMS), TX, PARAMS, update_step=-1),
+        r"update_step is -1, expected",
+    ),
+    "updates, not whole": (
+        lambda: oa.convert_state(optax.adam(0.1).init(PARAMS), TX, PARAMS, update_step=2.0),
+        r"update_step is 2\.0, expected",
+    ),
+    "weight of nothing": (
+        lambda: oa.convert_state(after(TX, 2), TX, PARAMS, weight=2.0),
+        r"weight was given, and the state holds no window of optax\.MultiSteps",
+    ),
+    "NNX, without a target": (
+        lambda: oa.convert_state(
+            TX.init(PARAMS)._replace(grad_sum={"w": {"value": PARAMS["w"]}, "b": {"value": 1.0}}),
+            TX,
+            PARAMS,
+        ),
+        r"grad_sum.*without a target; restore it with nnx\.state\(old_optimizer\)",
+    ),
+    "MultiSteps, not converted": (
+        lambda: oa.apply_gradients(TX, gradient(0), MULTI.init(PARAMS), PARAMS),
+        r"is a MultiStepsState.*oa\.convert_state",
+    ),
+    "MultiSteps, asked": (
+        lambda: oa.has_updated(MULTI.init(PARAMS)),
+        r"is a MultiStepsState.*oa\.convert_state",
     ),
     "used without conversion": (
         lambda: TX.update(gradient(0), oa.accumulate(optax.adam(0.1), 1).init(PARAMS), PARAMS),

@@ -222,6 +222,24 @@ def test_a_record_changes_no_update():
         assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
+def test_one_accumulate_inside_another():
+    """The record's updates are those of the innermost: every fourth micro-step here."""
+    tx = oa.accumulate(oa.accumulate(RECORDED, 2), 2)
+    state, shown = tx.init(PARAMS), []
+    for i in range(7):
+        _, state = tx.update(gradient(i), state, PARAMS, value=float(i))
+        log = oa.diagnostics.last_update(state)
+        shown.append((bool(log["updated"]), int(log["update_step"]), float(log["loss"])))
+    before, after = (False, 0, NAN), (False, 1, 1.5)
+    np.testing.assert_equal(shown, [before] * 3 + [(True, 1, 1.5)] + [after] * 3)
+
+
+def test_a_record_beside_accumulate():
+    tx = optax.chain(oa.diagnostics.record(), oa.accumulate(optax.sgd(1.0), 2))
+    with pytest.raises(ValueError, match=r"beside accumulate.*put the link inside"):
+        oa.diagnostics.last_update(tx.init(PARAMS))
+
+
 @pytest.mark.parametrize("links", [0, 2])
 def test_no_record_or_several(links):
     inner = optax.chain(*[oa.diagnostics.record()] * links, optax.sgd(1.0))

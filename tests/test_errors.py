@@ -233,3 +233,15 @@ def test_inner_whose_state_would_lose_what_it_holds(start, drift):
     tx = oa.accumulate(inner, 2)
     text = message(TypeError, lambda: tx.update(PARAMS, tx.init(PARAMS), last=True))
     assert "would lose what it holds" in text
+
+
+@pytest.mark.parametrize(
+    "name, meant", [("wieght", "weight"), ("weigth", "weight"), ("lst", "last")]
+)
+def test_a_misspelt_argument_is_not_handed_on(name, meant):
+    tx = oa.accumulate(optax.sgd(1.0), k=2)
+    params = jnp.zeros(2)
+    with pytest.raises(TypeError, match=f"'{name}', expected '{meant}'"):
+        tx.update(params, tx.init(params), params, **{name: 1})
+    with pytest.raises(TypeError, match=f"'{name}', expected '{meant}'"):
+        oa.apply_gradients(tx, params, tx.init(params), params, **{name: 1})

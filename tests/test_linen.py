@@ -208,6 +208,30 @@ def test_scales_of_fp8_are_handed_on():
     close(state.params["params"]["w"], jnp.full(2, -2.0))
 
 
+@pytest.mark.parametrize("policy", ["skip_micro_step", "skip_window"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_scales_of_fp8_of_a_lost_micro_step(policy, jit):
+    params = {"params": {"w": jnp.zeros(2)}, "_overwrite_with_gradient": {"scale": jnp.ones([])}}
+    state = state_of(oa.accumulate(optax.sgd(1.0), 4, nonfinite=policy), params)
+
+    def call(state, gradient, scale, weight):
+        owned = {"_overwrite_with_gradient": {"scale": scale}}
+        grads = {"params": {"w": jnp.full(2, gradient)}} | owned
+        return state.apply_gradients(grads=grads, weight=weight)
+
+    call, seen = jax.jit(call) if jit else call, []
+    for gradient, weight in ((1.0, 1.0), (jnp.nan, 1.0), (1.0, 0.0), (2.0, 3.0)):
+        state = call(state, gradient, jnp.float32(5 + len(seen)), weight)
+        seen.append(float(state.params["_overwrite_with_gradient"]["scale"]))
+    assert seen == [5.0, 5.0, 5.0, 8.0 if policy == "skip_micro_step" else 5.0]
+
+
+@pytest.mark.parametrize("name", ["updated", "micro_step"])
+def test_a_plain_optimizer_has_no_micro_steps(name):
+    with pytest.raises(ValueError, match=r"type tx=oa\.accumulate\(optimizer, k\)"):
+        getattr(state_of(optax.sgd(1.0)), name)
+
+
 def test_no_parameter_sized_temporary():
     """Where Flax's needs one. Gradients are given, the state is donated."""
     params = {str(i): jnp.ones((128, 128)) for i in range(4)}
@@ -327,6 +351,10 @@ WRONG = {
     "loss alone": (of(lambda v: ZERO), "expected \\(loss, new\\)"),
     "no aux": (of(lambda v: (ZERO, v, 1), has_aux=True), "expected \\(loss, \\(new, aux\\)\\)"),
     "sown": (of(lambda v: (ZERO, v | {"intermediates": {}})), "'intermediates'.*has_aux=True"),
+    "statistics alone": (
+        of(lambda v: (ZERO, v), variables={"norm": V_["batch_stats"]}),
+        r"argument 1 holds statistics of layers, \['norm'\].*\{'batch_stats': state.batch_stats\}",
+    ),
     "no collections": (of(lambda v: (ZERO, v), variables=X), "argument 1 holds no collections"),
     "state_argnum": (
         lambda: oa.linen.value_and_grad(linen_loss, 2, state_argnum=1),

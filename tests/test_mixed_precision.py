@@ -301,6 +301,14 @@ def test_a_dynamic_scale_finds_its_way_with_the_space_driver():
             lambda: oa.with_loss_scale(half_loss, 2.0)(jnp.ones([], "f2"), jnp.ones(1)),
             r"argument 0 is float16.*float32 parameters",
         ),
+        (
+            lambda: oa.with_loss_scale(half_loss, 2.0, argnums=5)(jnp.ones([]), jnp.ones(1)),
+            "argnums has 5.*2 positional arguments",
+        ),
+        (
+            lambda: oa.with_loss_scale(half_loss, 2.0)(w=jnp.ones([]), x=jnp.ones(1)),
+            "0 positional arguments.*pass it by position",
+        ),
         (lambda: oa.adjust_loss_scale(2.0, True), "dynamic_scale is a float"),
         (lambda: oa.adjust_loss_scale(scale_of(2.0), 1.0), "finite is float32"),
     ],
@@ -308,6 +316,72 @@ def test_a_dynamic_scale_finds_its_way_with_the_space_driver():
 def test_loss_scale_errors(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan")])
+def test_a_scale_that_is_none(scale):
+    with pytest.raises(ValueError, match=r"scale is .*above 0 and finite"):
+        oa.with_loss_scale(half_loss, scale)
+    gradient = lambda s: jax.grad(oa.with_loss_scale(half_loss, s))(jnp.ones([]), jnp.ones(1))  # noqa: E731
+    assert np.isnan(jax.jit(gradient)(jnp.float32(scale)))
+
+
+def product(v, w, x=None, flag=None, n=2):
+    return jnp.sum(v * w["w"]) * (1.0 if x is None else jnp.mean(x)) * n
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_argnums_leaves_out_is_not_differentiated(jit):
+    scaled = oa.with_loss_scale(product, 8.0)
+    scaled = jax.jit(scaled) if jit else scaled
+    v, w, x = jnp.full(2, 3.0), {"w": jnp.full(2, 5.0)}, jnp.full(4, 7.0)
+    with pytest.raises(TypeError, match=r"argument 1.*w.* is differentiated.*argnums=\(0, 1\)"):
+        jax.grad(scaled, (0, 1))(v, w, x)
+    with pytest.raises(TypeError, match=r"^x is differentiated"):
+        jax.jit(jax.grad(lambda x: scaled(v, w, x=x)))(x)
+    np.testing.assert_array_equal(jax.jit(jax.grad(scaled))(v, w, x), jnp.full(2, 70.0))
+    assert jax.jvp(lambda v: scaled(v, w, x), (v,), (v,))[1] == 420.0
+    assert jax.vmap(scaled, (None, None, 0))(v, w, x).shape == (4,)
+    both = jax.grad(oa.with_loss_scale(product, 8.0, argnums=(0, 1)), (0, 1))(v, w)
+    np.testing.assert_array_equal(both[1]["w"], jnp.full(2, 6.0))
+
+
+class Written(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.dense(x)))
+
+
+@pytest.mark.parametrize(
+    "differentiate", [nnx.value_and_grad, lambda f: oa.nnx.value_and_grad(f, 2)]
+)
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_what_an_nnx_model_writes_stays_written(differentiate, jit):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    seen, models = [], (Written(), Written())
+    for model, loss in zip(models, (loss_fn, oa.with_loss_scale(loss_fn, 1024.0)), strict=True):
+        seen.append((jit(differentiate(loss))(model, x), nnx.state(model, nnx.Not(nnx.RngKey))))
+    assert models[1].dropout.rngs.count[...] > 0 and jnp.any(models[1].norm.mean[...] != 0)
+    for a, b in zip(*map(jax.tree.leaves, seen), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_objects_that_the_loss_cannot_write_to():
+    """Those from outside a transformation; and one that is not differentiated stays as it was."""
+    model, head = (nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2))
+    before = head.kernel.get_raw_value()
+    scaled = oa.with_loss_scale(lambda m, h, x: jnp.mean(h(m(x))), 8.0)
+    want = jnp.mean(head(model(jnp.ones((2, 3)))))
+    np.testing.assert_allclose(jax.jit(lambda x: scaled(model, head, x))(jnp.ones((2, 3))), want)
+    nnx.grad(scaled)(model, head, jnp.ones((2, 3)))
+    assert head.kernel.get_raw_value() is before
+    with pytest.raises(TypeError, match=r"argument 1.* is differentiated"):
+        nnx.grad(scaled, argnums=(0, 1))(model, head, jnp.ones((2, 3)))
 
 
 # Rematerialisation, in both drivers.

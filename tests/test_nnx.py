@@ -662,6 +662,73 @@ def test_value_reaches_inner():
     close(optimizer.opt_state.inner_state[...], 2.0)
 
 
+def one(old_tx, values, make=oa.nnx.Optimizer):
+    model = One()
+    optimizer = make(model, old_tx, wrt=nnx.Param)
+    for value in values:
+        optimizer.update(model, grads_of(value))
+    return model, optimizer
+
+
+ADAM = optax.adam(0.1)
+MULTI = optax.MultiSteps(ADAM, 4).gradient_transformation()
+CONVERTED = {  # what it was, and how many updates the new one starts with
+    "MultiSteps": (MULTI, nnx.Optimizer, {"use_grad_mean": True}, 1),
+    "another k": (oa.accumulate(ADAM, 4), oa.nnx.Optimizer, {}, 1),
+    "in Flax's": (oa.accumulate(ADAM, 4), nnx.Optimizer, {}, 1),
+    "plain": (ADAM, nnx.Optimizer, {}, 6),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_optimizer_goes_on(name, whole):
+    """4 micro-steps and 2 of the next 4; the same state converted by hand is the oracle."""
+    old_tx, make, options, updates = CONVERTED[name]
+    model, old = one(old_tx, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), make)
+    tx = oa.accumulate(ADAM, 3)
+    by_hand = options | ({"update_step": 6} if name == "plain" else {})
+    params, before = nnx.as_pure(nnx.state(model, nnx.Param)), nnx.state(old)
+    state = oa.convert_state(old.opt_state, tx, params, **by_hand)
+    if whole:
+        new = oa.nnx.Optimizer.convert(old, model, tx, **options)
+    else:
+        new = oa.nnx.Optimizer.convert(old.opt_state, model, tx, **by_hand)
+    assert int(new.step[...]) == updates and int(new.micro_step) == int(state.micro_step)
+    micro_step = nnx.jit(lambda model, new, grads: new.update(model, grads))
+    for value in (7.0, 8.0, 9.0):
+        micro_step(model, new, grads_of(value))
+        grads = nnx.as_pure(grads_of(value))
+        params, state = oa.apply_gradients(tx, grads, state, params)
+    close(nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    close(nnx.as_pure(new.opt_state), state)
+    assert int(new.step[...]) == updates + 1
+    assert_same_bits(nnx.state(old), before)
+    plain = oa.nnx.Optimizer.convert(one(tx, (1.0, 2.0, 3.0))[1], One(), ADAM)
+    assert int(plain.step[...]) == 1
+
+
+def test_a_partial_window_is_flushed_in_place():
+    model, optimizer = one(oa.accumulate(optax.sgd(1.0), 4), (1.0, 2.0))
+    nnx.jit(lambda model, optimizer: optimizer.flush(model))(model, optimizer)
+    close(model.w[...], jnp.full(2, -1.5))
+    assert (int(optimizer.step[...]), int(optimizer.micro_step)) == (1, 0)
+    optimizer.flush(model)  # of an empty window
+    close(model.w[...], jnp.full(2, -1.5))
+    assert int(optimizer.step[...]) == 1 and not optimizer.updated
+    with pytest.raises(ValueError, match="without an AccumulateState"):
+        oa.nnx.Optimizer(model, optax.sgd(1.0)).flush(model)
+
+
+def test_variables_where_values_belong_are_a_short_error():
+    model, optimizer = one(oa.accumulate(ADAM, 4), (1.0,))
+    params = nnx.state(model, nnx.Param)
+    for each in (params, nnx.as_pure(params)):
+        with pytest.raises(ValueError, match=r"nnx\.as_pure") as error:
+            oa.flush(optimizer.tx, optimizer.opt_state, each)
+        assert len(str(error.value)) < 700
+
+
 def test_other_transformations_count_calls():
     model, twin = One(), One()
     ours = oa.nnx.Optimizer(model, optax.adam(0.1))

@@ -1,5 +1,7 @@
 """The space driver gives what jax.value_and_grad gives for the whole batch."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -364,6 +366,24 @@ def test_an_argument_as_long_as_the_batch_is_asked_after():
     assert any("batch_argnums=(1, 2)" in note for note in caught.value.__notes__)
     value, _ = oa.value_and_grad(loss, 8, batch_argnums=(1, 2))(jnp.ones([]), x, y)
     assert float(value) == 1.0
+
+
+def test_a_key_that_all_micro_steps_share_is_asked_after():
+    def loss(w, x, key=None, y=None):
+        del key, y
+        return jnp.mean(w * x)
+
+    w, x, key = jnp.ones([]), jnp.arange(8.0), jax.random.key(0)
+    match = r"argument 2 of loss_fn, a PRNG key.*type rng_argnums=2 and each"
+    with pytest.warns(UserWarning, match=match):
+        oa.value_and_grad(loss, 4)(w, x, key)
+    with pytest.warns(UserWarning, match=r"key of loss_fn.*rng_argnums= .*pass key by position"):
+        jax.jit(oa.value_and_grad(loss, 4))(w, x, key={"dropout": key})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        oa.value_and_grad(loss, 1)(w, x, key)
+        oa.value_and_grad(loss, 4, rng_argnums=2)(w, x, key)
+        oa.value_and_grad(loss, 4)(w, x, {"step": jnp.int32(0), "key": key})
 
 
 @pytest.mark.parametrize("layout", ["strided", "contiguous"])
