@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from helpers import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum as oa
-from tests.helpers import assert_same_bits
 
 PARAMS = {"w": jnp.arange(32.0).reshape(16, 2) / 7, "b": jnp.ones(2, jnp.bfloat16)}
 INNER = optax.chain(

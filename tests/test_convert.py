@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum as oa
-from tests.helpers import assert_same_bits
 
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2) / 7, "b": jnp.ones(2)}
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
