@@ -160,12 +160,6 @@ def activations(micro_batch: int, per_sample: int | float | str) -> int:
     return _checks.whole("micro_batch", micro_batch) * per
 
 
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
 def _completed(known: dict[str, int]) -> dict[str, int]:
     total = known.get("global_batch")
     parts = {name: n for name, n in known.items() if name != "global_batch"}
@@ -191,7 +185,7 @@ def _remedy(total: int, parts: dict[str, int], product: int) -> str:
         if exact and total % rest == 0:
             fits.append(f"{name}={total // rest}")
         elif not exact and total % rest == 0:
-            fits += [f"{name}={near}" for near in _nearest(divisors(total // rest), n)]
+            fits += [f"{name}={near}" for near in _nearest(_checks.divisors(total // rest), n)]
     made = " * ".join(parts)
     return f"{_said(parts)} make {made} = {wrong}; the nearest that work: {', '.join(fits)}."
 

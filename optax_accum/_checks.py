@@ -53,6 +53,12 @@ def described(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_array(x) else type(x).__name__
 
 
+def divisors(number: int) -> list[int]:
+    """All of a number's, in order: for messages that name what would fit."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def structures(got: Any, wanted: Any, most: int = 150) -> tuple[str, str]:
     """For messages: the structures of two trees, cut down to where they differ first."""
     a, b = (str(jax.tree.structure(t))[len("PyTreeDef(") : -1] for t in (got, wanted))

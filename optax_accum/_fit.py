@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from optax_accum import _checks, _held, _units
 from optax_accum import _compiled_memory as cm
-from optax_accum._batch_arithmetic import divisors
 from optax_accum._plan import Plan, Size
 from optax_accum._remedies import Remedy, remedies
 from optax_accum._size_search import Search, predicted, search
@@ -95,7 +94,7 @@ def fit(
         on_compile or (lambda micro_batch, k: None),
         *_split(global_batch, replicas),
     )
-    sizes, executables = divisors(asked.examples), {}
+    sizes, executables = _checks.divisors(asked.examples), {}
     device = cm.device_of(asked.arguments(sizes[0]))
     limit = cm.available(device, SHARE) if budget is None else _units.parse_large("budget", budget)
 

@@ -9,6 +9,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from optax_accum import _checks
+
 LAYOUTS = ("strided", "contiguous", "stacked")
 
 
@@ -161,7 +163,7 @@ def _misfit(examples: int, k: int | None, micro_batch_size: int | None) -> str:
     name, got = ("k", k) if k is not None else ("micro_batch_size", micro_batch_size)
     what = f"{k} micro-batches" if k is not None else f"micro-batches of {micro_batch_size}"
     assert got is not None
-    divisors = [d for d in range(1, examples + 1) if examples % d == 0]
+    divisors = _checks.divisors(examples)
     near = [d for d in divisors if d < got][-1:] + [d for d in divisors if d > got][:2]
     if not near:
         return "the batch has no examples, expected one or more; skip it in the loader."

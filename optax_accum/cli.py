@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from optax_accum import _checks
 from optax_accum._arguments import integer_from
 from optax_accum._planning_commands import add_batch, add_memory, add_plan, make_writable
 
@@ -80,7 +81,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _remedy(global_batch: int, k: int) -> str:
-    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+    divisors = _checks.divisors(global_batch)
     below = [d for d in divisors if d < k][-1:]
     above = [d for d in divisors if d > k][:1]
     fits = " or ".join(f"--k {d}" for d in below + above)
